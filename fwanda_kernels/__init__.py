@@ -1,0 +1,38 @@
+"""Kernels for one-shot pruning: statistics, budgets, selection and weight updates, for any pruner to import."""
+
+from ._dispatch import BackendError, backends, explain, use_backend
+from .allocate import allocate_budgets, allocate_row_budgets
+from .hooks import LayerStatistics, collect_statistics
+from .ops import (
+    accumulate_gram_,
+    accumulate_sq_sums_,
+    nm_mask,
+    nm_prune_,
+    obs_factor,
+    obs_prune_,
+    row_topk_mask,
+    row_topk_prune_,
+    select_threshold,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "LayerStatistics",
+    "accumulate_gram_",
+    "accumulate_sq_sums_",
+    "allocate_budgets",
+    "allocate_row_budgets",
+    "backends",
+    "collect_statistics",
+    "explain",
+    "nm_mask",
+    "nm_prune_",
+    "obs_factor",
+    "obs_prune_",
+    "row_topk_mask",
+    "row_topk_prune_",
+    "select_threshold",
+    "use_backend",
+]

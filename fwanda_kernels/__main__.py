@@ -1,0 +1,30 @@
+"""`python -m fwanda_kernels`: which backend serves which op here, and why not the others."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+
+import torch
+
+from . import __version__, backends, explain
+
+
+def describe() -> str:
+    """The table that `python -m fwanda_kernels` prints."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    lines = [f"fwanda_kernels {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {device}"]
+    for name in backends():
+        lines.append(name)
+        for where, table in explain(name).items():
+            lines.append(f"  {where:5} " + "; ".join(f"{backend}: {status}" for backend, status in table.items()))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    argparse.ArgumentParser(prog="python -m fwanda_kernels", description=__doc__).parse_args()
+    print(describe())
+
+
+if __name__ == "__main__":
+    main()

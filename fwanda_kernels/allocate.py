@@ -1,0 +1,140 @@
+"""Keep budgets per row with an exact total: proportional to a signal, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_SMALLEST = 2.0**-900  # of the largest signal; anything below counts as 0
+_LARGEST_LAMBDA = 2.0**1000
+_FLOAT64_BITS = 63
+
+
+def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, bad: Tensor | None = None) -> Tensor:
+    """Keep counts k_i of one matrix, proportional to v_i within [k_min, k_max], that sum to `total`.
+
+    Args:
+        v: [R] floating, finite and >= 0: the share each row deserves, e.g. sqrt(omega).
+        total: number kept in the matrix, R * k_min <= total <= R * k_max.
+        k_min: fewest kept in a row.
+        k_max: most kept in a row: C.
+        bad: [1] int32 on the device of v. With it nothing waits for the device: 1 is ORed into it where v is negative
+            or not finite, and the counts are then meaningless.
+
+    Returns:
+        [R] int64.
+
+    Raises:
+        ValueError: v is empty, negative or not finite, or total is out of reach.
+
+    Rule: x_i = clamp(lambda * v_i, k_min, k_max) with the lambda for which the x_i sum to total, then floor, then +1 to
+    the largest remainders, ties to the lowest row. Rows with v_i = 0 stay at k_min until all others are at k_max; the
+    rest is spread evenly over them. Source: the paper, equation 4 and algorithm 2 (which clamps both bounds at once and
+    can lose the total).
+    """
+    return allocate_budgets([v], [total], k_min=k_min, k_max=[k_max], bad=bad)[0]
+
+
+def allocate_budgets(
+    vs: Sequence[Tensor],
+    totals: Sequence[int],
+    *,
+    k_min: int = 1,
+    k_max: Sequence[int],
+    bad: Tensor | None = None,
+) -> list[Tensor]:
+    """allocate_row_budgets() for L matrices at once, each with its own total, on the device of the signals.
+
+    Args:
+        vs: L vectors [R_l] floating, finite and >= 0, on one device.
+        totals: L totals.
+        k_min: fewest kept in a row, in every matrix.
+        k_max: L numbers: the most kept in a row of each matrix.
+        bad: as in allocate_row_budgets().
+
+    Returns:
+        L vectors [R_l] int64.
+
+    Raises:
+        ValueError: as allocate_row_budgets(), naming the entry.
+    """
+    if not vs or not len(vs) == len(totals) == len(k_max):
+        raise ValueError(
+            f"allocate_budgets: vs, totals and k_max must be non-empty lists of one length, "
+            f"got {len(vs)}, {len(totals)} and {len(k_max)}"
+        )
+    sizes = [v.numel() for v in vs]
+    for i, (v, total, most) in enumerate(zip(vs, totals, k_max, strict=True)):
+        if v.dim() != 1 or not v.is_floating_point() or not sizes[i]:
+            raise ValueError(f"allocate_budgets: vs[{i}] must be a floating [R], R >= 1, got {list(v.shape)} {v.dtype}")
+        if not 0 <= k_min <= most:
+            raise ValueError(f"allocate_budgets: 0 <= k_min <= k_max must hold, got k_min={k_min}, k_max[{i}]={most}")
+        if not sizes[i] * k_min <= total <= sizes[i] * most:
+            raise ValueError(
+                f"allocate_budgets: totals[{i}] must be in [{sizes[i] * k_min}, {sizes[i] * most}] "
+                f"({sizes[i]} rows of {k_min} to {most}), got {total}"
+            )
+    signal = torch.nn.utils.rnn.pad_sequence([v.double() for v in vs], batch_first=True)
+    valid = torch.arange(signal.shape[1], device=signal.device) < _column(sizes, signal)
+    broken = ~((signal >= 0) & signal.isfinite()).all(1)
+    if bad is not None:
+        bad.bitwise_or_(broken.any().to(torch.int32))
+    elif bool(broken.any()):
+        raise ValueError(f"allocate_budgets: vs[{int(broken.int().argmax())}] must be finite and >= 0")
+    budgets = _allocate(signal, valid, _column(totals, signal), k_min, _column(k_max, signal))
+    return [row[:size] for row, size in zip(budgets, sizes, strict=True)]
+
+
+def _column(values: Sequence[int], like: Tensor) -> Tensor:
+    """[L, 1] int64 on the device of like, without waiting for it."""
+    column = torch.tensor(values, pin_memory=like.is_cuda)[:, None]
+    return column.to(like.device, non_blocking=True)
+
+
+def _allocate(signal: Tensor, valid: Tensor, total: Tensor, k_min: int, k_max: Tensor) -> Tensor:
+    """The rule of allocate_row_budgets() on padded rows: signal, valid [L, R]; total, k_max [L, 1] int64."""
+    exponent = torch.frexp(signal.amax(1, keepdim=True)).exponent
+    signal = torch.ldexp(signal, -exponent)  # a power of two: exact, so the result does not depend on the scale
+    positive = valid & (signal > _SMALLEST)
+    zero = valid & ~positive
+    zeros = zero.sum(1, keepdim=True)
+    positive_total = torch.minimum(total - k_min * zeros, k_max * positive.sum(1, keepdim=True))
+
+    real = _water_fill(signal, positive, positive_total, k_min, k_max)
+    base = real.floor().to(torch.int64)
+    short = positive_total - base.sum(1, keepdim=True)
+    remainder = torch.where(positive & (base < k_max), real - base, -1.0)
+    base += _rank(remainder) < short
+
+    spread = total - positive_total
+    even = spread // zeros.clamp(min=1) + (zero.cumsum(1) <= spread % zeros.clamp(min=1))
+    return torch.where(positive, base, even)
+
+
+def _water_fill(signal: Tensor, positive: Tensor, total: Tensor, k_min: int, k_max: Tensor) -> Tensor:
+    """x_i = clamp(lambda v_i, k_min, k_max) with the smallest lambda that reaches total; 0 where not positive.
+
+    Bisects the bits of lambda (non-negative floats order like their bits), so any spread takes the same 63 steps.
+    """
+    low, high = positive.double() * k_min, positive.double() * k_max
+    below = torch.full_like(total, -1)
+    above = torch.full_like(total, _LARGEST_LAMBDA, dtype=torch.float64).view(torch.int64)
+    for _ in range(_FLOAT64_BITS):
+        middle = below + (above - below + 1) // 2
+        middle = torch.where(middle == above, middle - 1, middle).clamp(min=0)
+        reaches = _clamped(middle, signal, low, high).sum(1, keepdim=True) >= total
+        below, above = torch.where(reaches, below, middle), torch.where(reaches, middle, above)
+    return _clamped(above, signal, low, high)
+
+
+def _clamped(bits: Tensor, signal: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return torch.minimum(torch.maximum(bits.view(torch.float64) * signal, low), high)
+
+
+def _rank(values: Tensor) -> Tensor:
+    """Position of each value in the descending order of its row, ties in index order."""
+    order = torch.sort(values, dim=1, descending=True, stable=True).indices
+    positions = torch.arange(values.shape[1], device=values.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, positions)

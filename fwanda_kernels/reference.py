@@ -1,0 +1,242 @@
+"""Plain-torch oracle of every op: the definition of right, and the fallback that serves everywhere.
+
+Convention: [R, C] weights are read row by row in fp32; a mask is True where a weight is kept.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+BAD_WEIGHT, BAD_SCALE, BAD_KEEP = 1, 2, 4
+_BAD_TEXT = {
+    BAD_WEIGHT: "weight has NaN or inf values",
+    BAD_SCALE: "scale must be finite and >= 0",
+    BAD_KEEP: "keep must be in [0, C]",
+}
+_CHUNK_TOKENS = 4096
+_HIGH_BITS, _LOW_BITS = 15, 16
+
+
+def bad_message(op: str, code: int) -> str:
+    """One line for a `bad` code of a selection op."""
+    return f"{op}: " + ", ".join(text for bit, text in _BAD_TEXT.items() if code & bit)
+
+
+def _report(op: str, bad: Tensor | None, *checks: tuple[int, Tensor]) -> None:
+    """OR the codes of failed checks (0-d bool tensors, True = failed) into bad, or raise without one."""
+    code = sum(failed.to(torch.int32) * bit for bit, failed in checks)
+    if bad is not None:
+        bad.bitwise_or_(code)
+    elif int(code):
+        raise ValueError(bad_message(op, int(code)))
+
+
+def _bad_scale(scale: Tensor) -> Tensor:
+    return ~(scale.isfinite() & (scale >= 0)).all()
+
+
+def _bad_weight(weight: Tensor) -> Tensor:
+    return ~weight.isfinite().all()
+
+
+# stats
+
+
+def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
+    for rows in _token_chunks(x, token_mask):
+        acc.add_(rows.double().square().sum(0))
+
+
+def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
+    for rows in _token_chunks(x, token_mask):
+        rows = rows.float()
+        hessian.addmm_(rows.T, rows)
+
+
+def _token_chunks(x: Tensor, token_mask: Tensor | None):
+    """[t, C] pieces of x with masked tokens zeroed, so that no copy of the whole input is made."""
+    rows = x.reshape(-1, x.shape[-1])
+    kept = None if token_mask is None else token_mask.reshape(-1, 1)
+    for a in range(0, rows.shape[0], _CHUNK_TOKENS):
+        piece = rows[a : a + _CHUNK_TOKENS]
+        yield piece if kept is None else piece.masked_fill(~kept[a : a + _CHUNK_TOKENS], 0)
+
+
+# select
+
+
+def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
+    rows, cols = weight.shape
+    out_of_range = ((keep < 0) | (keep > cols)).any()
+    checks = (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)), (BAD_KEEP, out_of_range)
+    _report("row_topk_mask", bad, *checks)
+    order = torch.argsort(weight.float().abs() * scale, dim=1, stable=True)
+    rank = torch.arange(cols, device=weight.device).expand(rows, cols)
+    kept_in_order = rank >= cols - keep.clamp(0, cols)[:, None]
+    return torch.empty_like(weight, dtype=torch.bool, memory_format=torch.contiguous_format).scatter_(
+        1, order, kept_in_order
+    )
+
+
+def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
+    weight.masked_fill_(~row_topk_mask(weight, scale, keep, bad), 0)
+
+
+def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
+    rows, cols = weight.shape
+    _report("nm_mask", bad, (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)))
+    groups = (weight.float().abs() * scale).view(rows, cols // m, m)
+    order = torch.argsort(groups, dim=2, stable=True)
+    kept_in_order = (torch.arange(m, device=weight.device) >= m - n).expand_as(order)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(2, order, kept_in_order).view(rows, cols)
+
+
+def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
+    weight.masked_fill_(~nm_mask(weight, scale, n, m, bad), 0)
+
+
+def select_threshold(
+    weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor | None
+) -> Tensor:
+    """Two histogram passes over the high and low bits of the scores; one matrix's scores exist at a time."""
+
+    def keys():
+        for weight, rows, cols in zip(weights, row_scales, col_scales, strict=True):
+            score = (weight.float() * cols * rows[:, None]).abs_()
+            score.masked_fill_((rows == 0)[:, None], 0)  # an overflow times 0 would be NaN
+            yield score.view(torch.int32)  # non-negative floats order like their bits
+
+    bad_scales = [_bad_scale(s) for s in (*row_scales, *col_scales)]
+    _report(
+        "select_threshold",
+        bad,
+        (BAD_WEIGHT, torch.stack([_bad_weight(w) for w in weights]).any()),
+        (BAD_SCALE, torch.stack(bad_scales).any()),
+    )
+    high = sum(torch.bincount((key >> _LOW_BITS).flatten(), minlength=1 << _HIGH_BITS) for key in keys())
+    bucket, above = _kth_bucket(high, total)
+    low_mask = (1 << _LOW_BITS) - 1
+    low = sum(torch.bincount(key[(key >> _LOW_BITS) == bucket] & low_mask, minlength=1 << _LOW_BITS) for key in keys())
+    offset, above_low = _kth_bucket(low, total - above)
+    threshold = (bucket << _LOW_BITS) | offset
+    larger, ties = zip(*(((key > threshold).sum(1), (key == threshold).sum(1)) for key in keys()), strict=True)
+    return _keep_last_ties(torch.cat(larger), torch.cat(ties), total - above - above_low)
+
+
+def _kth_bucket(counts: Tensor, k: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Highest bucket at which the count from the top reaches k, and how many lie above it."""
+    from_top = counts.flip(0).cumsum(0).flip(0)
+    bucket = ((from_top >= k).sum() - 1).clamp(min=0)
+    return bucket, from_top[bucket] - counts[bucket]
+
+
+def _keep_last_ties(larger: Tensor, ties: Tensor, kept: Tensor) -> Tensor:
+    """Add `kept` ties to the counts, taken from the end: the lowest (matrix, row, column) is removed first."""
+    after = ties.flip(0).cumsum(0).flip(0) - ties
+    return larger + torch.minimum(ties, (kept - after).clamp(min=0))
+
+
+# obs
+
+
+def obs_factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    size = hessian.shape[0]
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    damped = hessian.clone()
+    alive = torch.where(dead, torch.ones_like(diagonal), diagonal)
+    damped.diagonal().copy_(alive + damping * alive.mean())
+    # with P the flip, H = P L L' P, so P inv(L) P is upper triangular and its gram is inv(H)
+    lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(size, device=hessian.device), upper=False)
+    factor = inverse.flip(0, 1).contiguous()
+    factor.diagonal().mul_(1 - 2 * dead.to(factor.dtype))
+    info = torch.where((info == 0) & ~factor.isfinite().all(), torch.full_like(info, -1), info)
+    return factor, info
+
+
+def obs_prune_(
+    weight: Tensor,
+    hessian: Tensor | None,
+    factor: Tensor | None,
+    sparsity: str | None,
+    keep: Tensor | None,
+    mask: Tensor | None,
+    pattern: list[int] | None,
+    row_weight: Tensor | None,
+    block: int,
+    damping: float,
+) -> None:
+    if weight.device.type == "cpu" and _bad_weight(weight):
+        raise ValueError(bad_message("obs_prune_", BAD_WEIGHT))
+    if factor is None:
+        factor, info = obs_factor(hessian, damping)
+        if int(info):
+            raise ValueError(
+                f"obs_prune_: the damped Hessian has no factor (info {int(info)}); use a larger damping than {damping}"
+            )
+    rows, cols = weight.shape
+    # transposed, so that a column of the weight is contiguous
+    columns = weight.float().T.contiguous()
+    columns.masked_fill_((factor.diagonal() < 0)[:, None], 0)
+    removed = None if mask is None else ~mask.T
+    size = block if pattern is None else -(-block // pattern[1]) * pattern[1]
+    for a in range(0, cols, size):
+        b = min(a + size, cols)
+        local = columns[a:b]
+        upper = factor[a:b, a:b]
+        weighting = upper.diagonal().square().reciprocal()[:, None]
+        weighting = weighting if row_weight is None else weighting * row_weight
+        if removed is not None:
+            drop = removed[a:b]
+        elif sparsity is not None:
+            share = Fraction(sparsity) * rows
+            count = share * b // 1 - share * a // 1
+            drop = _lowest((local.square() * weighting).T.flatten(), count).view(rows, b - a).T
+        elif keep is not None:
+            pruned = cols - keep
+            counts = pruned * b // cols - pruned * a // cols
+            drop = _lowest_per_row((local.square() * weighting).T, counts).T
+        else:
+            drop = torch.zeros_like(local, dtype=torch.bool)
+        errors = _sweep_block(local, upper, drop, None if pattern is None else (pattern, weighting))
+        columns[b:].addmm_(factor[a:b, b:].T, errors, alpha=-1)
+    weight.copy_(columns.T)
+
+
+def _sweep_block(local: Tensor, upper: Tensor, drop: Tensor, pattern) -> Tensor:
+    """Zero the dropped entries column by column and move their error to the columns on the right.
+
+    local, drop: [B, R], a row for each column of the weight. Returns the errors [B, R].
+    """
+    errors = torch.empty_like(local)
+    for c in range(local.shape[0]):
+        if pattern is not None and c % pattern[0][1] == 0:
+            (n, m), weighting = pattern
+            group = slice(c, c + m)
+            score = (local[group].square() * weighting[group]).T
+            drop[group] = _lowest_per_row(score, torch.full_like(score[:, 0], m - n, dtype=torch.int64)).T
+        removed = torch.where(drop[c], local[c], 0)
+        torch.div(removed, upper[c, c], out=errors[c])
+        local[c + 1 :].addr_(upper[c, c + 1 :], errors[c], alpha=-1)
+        local[c].masked_fill_(drop[c], 0)
+    return errors
+
+
+def _lowest(score: Tensor, count: int) -> Tensor:
+    """Mask of the `count` lowest of a vector, lowest index first among ties."""
+    if count == 0:
+        return torch.zeros_like(score, dtype=torch.bool)
+    kth = score.kthvalue(count).values
+    below, equal = score < kth, score == kth
+    return below | (equal & (equal.cumsum(0) <= count - below.sum()))
+
+
+def _lowest_per_row(score: Tensor, counts: Tensor) -> Tensor:
+    """Mask of the counts[i] lowest of each row, lowest index first among ties."""
+    order = torch.argsort(score, dim=1, stable=True)
+    in_order = torch.arange(score.shape[1], device=score.device) < counts[:, None]
+    return torch.empty_like(score, dtype=torch.bool).scatter_(1, order, in_order)

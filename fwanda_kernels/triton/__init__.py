@@ -1,0 +1,1 @@
+"""Triton backend: one module per op family, each op with the signature of the reference, imported only when tried."""

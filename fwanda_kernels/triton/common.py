@@ -1,0 +1,107 @@
+"""What the Triton ops share: where they run, the key of a score, and the checks of values on the device.
+
+Convention: a key is the int32 bit pattern of a non-negative fp32 score, so that integer order is score order.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import bad_message
+
+INFINITE_BITS = tl.constexpr(0x7F800000)
+BAD_WEIGHT = tl.constexpr(1)
+BAD_SCALE = tl.constexpr(2)
+BAD_KEEP = tl.constexpr(4)
+
+
+@triton.jit
+def magnitude_bits(w):
+    """Bits of fp32 |w|; at least INFINITE_BITS where w is NaN or inf."""
+    return tl.abs(w.to(tl.float32)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def score_key(w, scale):
+    """Key of fp32(|w| * scale): one rounded multiply. The mask turns -0.0 (from a scale of -0.0) into +0.0."""
+    return (tl.abs(w.to(tl.float32)) * scale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def flag(bad, code):
+    """OR a code into bad [1] int32, unless it is 0."""
+    if code != 0:
+        tl.atomic_or(bad, code, sem="relaxed")
+
+
+@triton.jit
+def flag_scale(scale, bad, size, start, BLOCK: tl.constexpr):
+    """Flag a value of scale[start : start + BLOCK] that is not finite or negative; -0.0 is fine."""
+    i = start + tl.arange(0, BLOCK)
+    s = tl.load(scale + i, mask=i < size, other=0.0)
+    wrong = (s.to(tl.int32, bitcast=True) & 0x7FFFFFFF >= INFINITE_BITS) | (s < 0)
+    flag(bad, tl.max(wrong.to(tl.int32), axis=0) * BAD_SCALE)
+
+
+@triton.jit
+def _check_kernel(weight, scale, keep, bad, rows, cols, stride_r, stride_c, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    worst = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, cols, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        w = tl.load(weight + row * stride_r + c.to(tl.int64) * stride_c, mask=c < cols, other=0.0)
+        worst = tl.maximum(worst, magnitude_bits(w))
+        if row == 0:
+            flag_scale(scale, bad, cols, start, BLOCK)
+    flag(bad, (tl.max(worst, axis=0) >= INFINITE_BITS).to(tl.int32) * BAD_WEIGHT)
+    if KEEP:
+        k = tl.load(keep + row)
+        flag(bad, ((k < 0) | (k > cols)).to(tl.int32) * BAD_KEEP)
+
+
+def check_values(op: str, weight: Tensor, scale: Tensor, keep: Tensor | None = None) -> None:
+    """Raise ValueError if a value does not fit; waits for the device. One more read of the weight."""
+    rows, cols = weight.shape
+    bad = new_flag(weight)
+    block = min(4096, max(128, triton.next_power_of_2(cols)))
+    with on_device(weight):
+        _check_kernel[(rows,)](
+            weight, scale, keep, bad, rows, cols, *weight.stride(), KEEP=keep is not None, BLOCK=block
+        )
+    raise_if_bad(op, bad)
+
+
+def new_flag(like: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
+
+
+def raise_if_bad(op: str, bad: Tensor) -> None:
+    """Wait for the device and raise ValueError if a code was flagged."""
+    code = int(bad)
+    if code:
+        raise ValueError(bad_message(op, code))
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager:
+    """Make the tensor's device current, as Triton launches on the current one."""
+    return torch.cuda.device_of(tensor)
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether kernels run on this tensor: not empty, on a GPU of compute capability 8.0 or newer or interpreted."""
+    if not tensor.numel():
+        return False
+    if not isinstance(_check_kernel, triton.JITFunction):
+        return True
+    return tensor.is_cuda and _capable(tensor.device.index)
+
+
+@cache
+def _capable(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (8, 0)

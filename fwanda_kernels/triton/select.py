@@ -1,0 +1,204 @@
+"""Row selection: one program per row finds the k-th largest key by counting, with the row's keys in registers.
+
+Convention: columns [0, BLOCK_A) and [BLOCK_A, BLOCK_A + BLOCK_B) of a row are resident keys; with REST the columns after
+them are read again for every count, which bounds the registers and leaves C without a limit. Padding has key -1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    BAD_KEEP,
+    BAD_WEIGHT,
+    INFINITE_BITS,
+    check_values,
+    flag,
+    flag_scale,
+    magnitude_bits,
+    new_flag,
+    on_device,
+    raise_if_bad,
+    score_key,
+    serves,
+)
+from .threshold import select_threshold
+
+__all__ = ["row_topk_mask", "row_topk_prune_", "select_threshold"]
+
+RESIDENT = 32768
+CHUNK = tl.constexpr(4096)
+# interpolation assumes that few scores lie more than 10 octaves under the largest, and gives way to bisection
+SPAN = tl.constexpr(10 << 23)
+BISECT_EVERY, BISECT_FROM = tl.constexpr(8), tl.constexpr(16)
+
+
+@triton.jit
+def _load(weight, scale, cols, stride_c, start, BLOCK: tl.constexpr, EVICT: tl.constexpr):
+    """Columns, weights and keys of one part of a row."""
+    c = start + tl.arange(0, BLOCK)
+    w = tl.load(weight + c.to(tl.int64) * stride_c, mask=c < cols, other=0.0, eviction_policy=EVICT)
+    s = tl.load(scale + c, mask=c < cols, other=0.0)
+    return c, w, tl.where(c < cols, score_key(w, s), -1)
+
+
+@triton.jit
+def _count(key_a, key_b, weight, scale, cols, stride_c, key, column, A: tl.constexpr, B: tl.constexpr,
+           REST: tl.constexpr, AT: tl.constexpr):  # fmt: skip
+    """How many keys are >= key; with AT, how many equal key in a column >= column."""
+    if AT:
+        n = tl.sum(((key_a == key) & (tl.arange(0, A) >= column)).to(tl.int32), axis=0)
+        if B > 0:
+            n += tl.sum(((key_b == key) & (A + tl.arange(0, B) >= column)).to(tl.int32), axis=0)
+    else:
+        n = tl.sum((key_a >= key).to(tl.int32), axis=0)
+        if B > 0:
+            n += tl.sum((key_b >= key).to(tl.int32), axis=0)
+    if REST:
+        for start in range(A + B, cols, CHUNK):
+            c, w, rest = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
+            if AT:
+                n += tl.sum(((rest == key) & (c >= column)).to(tl.int32), axis=0)
+            else:
+                n += tl.sum((rest >= key).to(tl.int32), axis=0)
+    return n
+
+
+@triton.jit
+def _guess(low, high, n_low, n_high, k, step):
+    """A key strictly between low and high, near the k-th largest: interpolated on the counts, at times bisected."""
+    room = (n_low - n_high).to(tl.float32)
+    margin = 0.3 * tl.sqrt(room)
+    # aim a little past k, from the side that is farther away, so that both ends close in
+    rank = k.to(tl.float32) + 0.5 + tl.where(n_low - k > k - n_high, margin, -margin)
+    rank = tl.minimum(tl.maximum(rank, n_high.to(tl.float32) + 0.5), n_low.to(tl.float32) - 0.5)
+    anchor = tl.maximum(low, high - SPAN)
+    near = anchor + ((n_low.to(tl.float32) - rank) / room * (high - anchor).to(tl.float32)).to(tl.int32)
+    bisect = (step % BISECT_EVERY == BISECT_EVERY - 1) | (step >= BISECT_FROM)
+    guess = tl.where(bisect, low + ((high - low) >> 1), near)
+    return tl.minimum(tl.maximum(guess, low + 1), high - 1)
+
+
+@triton.jit
+def _write(out, c, cols, stride_c, w, key, low, column, PRUNE: tl.constexpr):
+    keep = (key > low) | ((key == low) & (c >= column))
+    target = out + c.to(tl.int64) * stride_c
+    if PRUNE:
+        tl.store(target, tl.where(keep, w, 0.0), mask=c < cols)
+    else:
+        tl.store(target, keep.to(tl.uint8), mask=c < cols)
+
+
+@triton.jit
+def _row_topk_kernel(
+    weight, scale, keep, out, bad, cols, stride_r, stride_c, out_stride_r, out_stride_c,
+    A: tl.constexpr, B: tl.constexpr, REST: tl.constexpr, PRUNE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    weight += row * stride_r
+    out += row * out_stride_r
+    asked = tl.load(keep + row)
+    k = tl.minimum(tl.maximum(asked, 0), cols).to(tl.int32)
+    c, w, key_a = _load(weight, scale, cols, stride_c, 0, A, "evict_last")
+    key_b = key_a
+    largest = tl.max(key_a, axis=0)
+    heaviest = tl.max(magnitude_bits(w), axis=0)
+    if B > 0:
+        c, w, key_b = _load(weight, scale, cols, stride_c, A, B, "evict_last")
+        largest = tl.maximum(largest, tl.max(key_b, axis=0))
+        heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w), axis=0))
+    if REST:
+        for start in range(A + B, cols, CHUNK):
+            c, w, rest = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
+            largest = tl.maximum(largest, tl.max(rest, axis=0))
+            heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w), axis=0))
+    if row == 0:
+        for start in range(0, cols, CHUNK):
+            flag_scale(scale, bad, cols, start, CHUNK)
+    code = tl.where(heaviest >= INFINITE_BITS, BAD_WEIGHT, 0) | tl.where((asked < 0) | (asked > cols), BAD_KEEP, 0)
+    flag(bad, code)
+    if (code == 0) & (largest <= INFINITE_BITS):
+        # count(>= low) = n_low >= k > n_high = count(>= high)
+        high = largest + 1
+        low = tl.where(k == 0, high, 0)
+        n_low = tl.where(k == 0, 0, cols)
+        n_high = tl.zeros((), tl.int32)
+        step = tl.zeros((), tl.int32)
+        while (high - low > 1) & (n_low != k):
+            guess = _guess(low, high, n_low, n_high, k, step)
+            n = _count(key_a, key_b, weight, scale, cols, stride_c, guess, 0, A, B, REST, False)
+            enough = n >= k
+            low = tl.where(enough, guess, low)
+            n_low = tl.where(enough, n, n_low)
+            high = tl.where(enough, high, guess)
+            n_high = tl.where(enough, n_high, n)
+            step += 1
+        # of the keys equal to low, those from `column` on stay: `extra` fewer than all
+        column = tl.zeros((), tl.int32)
+        if n_low != k:
+            need = k - n_high
+            equal = n_low - n_high
+            end = tl.zeros((), tl.int32) + cols
+            while equal != need:
+                middle = column + ((end - column) >> 1)
+                n = _count(key_a, key_b, weight, scale, cols, stride_c, low, middle, A, B, REST, True)
+                enough = n >= need
+                column = tl.where(enough, middle, column)
+                equal = tl.where(enough, n, equal)
+                end = tl.where(enough, end, middle)
+        c, w, key = _load(weight, scale, cols, stride_c, 0, A, "evict_first")
+        _write(out, c, cols, out_stride_c, w, key_a, low, column, PRUNE)
+        if B > 0:
+            c, w, key = _load(weight, scale, cols, stride_c, A, B, "evict_first")
+            _write(out, c, cols, out_stride_c, w, key_b, low, column, PRUNE)
+        if REST:
+            for start in range(A + B, cols, CHUNK):
+                c, w, key = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_first")
+                _write(out, c, cols, out_stride_c, w, key, low, column, PRUNE)
+
+
+def parts_of(cols: int) -> tuple[int, int, bool, int]:
+    """(A, B, REST, num_warps): the fewest padded keys of one or two power-of-two parts, 32 keys a thread."""
+    whole = triton.next_power_of_2(cols)
+    if whole > RESIDENT:
+        return RESIDENT // 2, 0, True, 16
+    half = whole // 2
+    second = triton.next_power_of_2(max(1, cols - half))
+    a, b = (half, second) if 1024 <= second < half else (max(whole, 32), 0)
+    return a, b, False, min(16, max(1, a // 1024))
+
+
+def _launch(weight: Tensor, scale: Tensor, keep: Tensor, out: Tensor, bad: Tensor, prune: bool) -> None:
+    rows, cols = weight.shape
+    a, b, rest, warps = parts_of(cols)
+    with on_device(weight):
+        _row_topk_kernel[(rows,)](
+            weight, scale, keep, out, bad, cols, *weight.stride(), *out.stride(),
+            A=a, B=b, REST=rest, PRUNE=prune, num_warps=warps,
+        )  # fmt: skip
+
+
+def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
+    if not serves(weight):
+        return NotImplemented
+    mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
+    found = new_flag(weight) if bad is None else bad
+    _launch(weight, scale.contiguous(), keep.contiguous(), mask.view(torch.uint8), found, prune=False)
+    if bad is None:
+        raise_if_bad("row_topk_mask", found)
+    return mask
+
+
+def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
+    """With `bad`, a row that holds a bad value stays as it was; without, values are checked before any is written."""
+    if not serves(weight):
+        return NotImplemented
+    scale, keep = scale.contiguous(), keep.contiguous()
+    if bad is None:
+        check_values("row_topk_prune_", weight, scale, keep)
+        bad = new_flag(weight)
+    _launch(weight, scale, keep, weight, bad, prune=True)
+    return None

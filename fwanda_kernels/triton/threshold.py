@@ -1,0 +1,252 @@
+"""Exact global threshold over a list of matrices, decided on the device: sample, bracket, histogram, count.
+
+A sorted sample of about SAMPLE keys brackets the K-th largest key. A pass over the weights counts, per row, the keys
+above and inside the bracket and histograms the inside ones; the bracket shrinks to one bin. A second pass makes it one
+key. A bracket that missed (known from the counts) becomes the whole missing side, for which a third pass is launched
+and otherwise returns at once. The last pass visits only rows with a key inside the last bracket. The sample's own
+K-th key, where heavy ties would sit, is never put into the histogram: its count is the inside ones less the rest.
+
+Convention: a table row of int64 describes a matrix (see _sample_kernel); a tile is TILE_R rows of one matrix; state is
+int32 [low, high, pivot, active], the bracket being low <= key <= high. Memory beside the weights: about 60 MB + 8 B per
+row, whatever the model.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import _keep_last_ties
+from .common import (
+    BAD_WEIGHT,
+    INFINITE_BITS,
+    flag,
+    flag_scale,
+    magnitude_bits,
+    new_flag,
+    on_device,
+    raise_if_bad,
+    score_key,
+    serves,
+)
+
+SAMPLE = 1 << 21
+BIN_BITS = tl.constexpr(16)
+BINS = 1 << 16
+FIELDS = tl.constexpr(9)
+PASSES = 3
+TILE_R, BLOCK_C, WARPS = 4, 1024, 8
+BLOCK = 1024
+
+
+@triton.jit
+def _scaled_key(w, col_scale, row_scale):
+    """Key of fp32(fp32(|w| * col_scale) * row_scale); 0 where row_scale is 0, even after an overflow."""
+    first = score_key(w, col_scale).to(tl.float32, bitcast=True)
+    return tl.where(row_scale == 0, 0, (first * row_scale).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _sample_kernel(
+    weight, row_scale, col_scale, sample, table, tile_map, bad, index, samples, first_row, first_tile,
+    rows, cols, stride_r, stride_c, TILE_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Describe matrix `index` in the table and the tile map, check its scales, and draw its part of the sample."""
+    block = tl.program_id(0)
+    if block == 0:
+        entry = table + index * FIELDS
+        tl.store(entry, weight.to(tl.int64))
+        tl.store(entry + 1, row_scale.to(tl.int64))
+        tl.store(entry + 2, col_scale.to(tl.int64))
+        tl.store(entry + 3, rows)
+        tl.store(entry + 4, cols)
+        tl.store(entry + 5, stride_r)
+        tl.store(entry + 6, stride_c)
+        tl.store(entry + 7, first_row)
+        tl.store(entry + 8, first_tile)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    tl.store(tile_map + first_tile + i, tl.zeros((BLOCK,), tl.int32) + index, mask=i < (rows + TILE_R - 1) // TILE_R)
+    flag_scale(row_scale, bad, rows, block * BLOCK, BLOCK)
+    flag_scale(col_scale, bad, cols, block * BLOCK, BLOCK)
+    # one weight from each of `samples` equal stretches of the matrix, at a golden-ratio sequence of places
+    j = i.to(tl.int64)
+    drawn = j < samples
+    size = tl.cast(rows, tl.int64) * cols
+    start = j * size // tl.maximum(samples, 1)
+    span = (j + 1) * size // tl.maximum(samples, 1) - start
+    flat = start + ((((j * 0x9E3779B1) & 0xFFFFFF) * span) >> 24)
+    r = flat // cols
+    c = flat % cols
+    w = tl.load(weight + r * stride_r + c * stride_c, mask=drawn, other=0.0)
+    s = tl.load(col_scale + c, mask=drawn, other=0.0)
+    key = _scaled_key(w, s, tl.load(row_scale + r, mask=drawn, other=0.0))
+    tl.store(sample + i, key, mask=drawn)
+
+
+@triton.jit
+def _count_kernel(
+    like, table, tile_map, state, histogram, above, inside, bad, tile,
+    FINAL: tl.constexpr, ALIGNED: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Count the keys above and inside the bracket in each row of a tile; without FINAL, histogram those inside."""
+    tile += tl.program_id(0)
+    entry = table + tl.load(tile_map + tile).to(tl.int64) * FIELDS
+    rows = tl.load(entry + 3).to(tl.int32)
+    r = (tile - tl.load(entry + 8).to(tl.int32)) * TILE_R + tl.arange(0, TILE_R)
+    target = tl.load(entry + 7) + r
+    if FINAL:
+        run = tl.max(tl.load(inside + target, mask=r < rows, other=0), axis=0) > 0
+    else:
+        run = tl.load(state + 3) != 0
+    if run:
+        weight = tl.load(entry).to(like.dtype)
+        row_scale = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
+        col_scale = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+        cols = tl.load(entry + 4).to(tl.int32)
+        stride_r = tl.load(entry + 5)
+        stride_c = tl.load(entry + 6)
+        if ALIGNED:
+            weight = tl.multiple_of(weight, 16)
+            col_scale = tl.multiple_of(col_scale, 16)
+            cols = tl.multiple_of(cols, 16)
+            stride_r = tl.multiple_of(stride_r, 16)
+            stride_c = 1
+        low = tl.load(state)
+        high = tl.load(state + 1)
+        pivot = tl.load(state + 2)
+        shift = tl.sum((((high - low) >> (BIN_BITS + tl.arange(0, 16))) > 0).to(tl.int32), axis=0)
+        scale_r = tl.load(row_scale + r, mask=r < rows, other=0.0)[:, None]
+        weight += r[:, None].to(tl.int64) * stride_r
+        n_above = tl.zeros((TILE_R, BLOCK_C), tl.int32)
+        n_inside = tl.zeros((TILE_R, BLOCK_C), tl.int32)
+        for start in range(0, cols, BLOCK_C):
+            c = start + tl.arange(0, BLOCK_C)
+            real = (r < rows)[:, None] & (c < cols)[None, :]
+            w = tl.load(weight + c[None, :].to(tl.int64) * stride_c, mask=real, other=0.0)
+            s = tl.load(col_scale + c, mask=c < cols, other=0.0)[None, :]
+            key = tl.where(real, _scaled_key(w, s, scale_r), -1)
+            within = (key >= low) & (key <= high)
+            n_above += (key > high).to(tl.int32)
+            # a count of chunks stays far below 2^20; the bits above it remember a weight that is not finite
+            n_inside += within.to(tl.int32)
+            if not FINAL:
+                n_inside += (magnitude_bits(w) >= INFINITE_BITS).to(tl.int32) << 20
+                tl.atomic_add(histogram + ((key - low) >> shift), 1, mask=within & (key != pivot), sem="relaxed")
+        tl.store(above + target, tl.sum(n_above, axis=1), mask=r < rows)
+        tl.store(inside + target, tl.sum(n_inside & 0xFFFFF, axis=1), mask=r < rows)
+        if not FINAL:
+            wrong = tl.max(tl.max((n_inside >> 20 != 0).to(tl.int32), axis=1), axis=0)
+            flag(bad, wrong * BAD_WEIGHT)
+
+
+def _bracket(sample: Tensor, total: int, size: int) -> Tensor:
+    """First state: keys around the sample's own threshold, 4 standard deviations of its rank to either side."""
+    drawn = sample.numel()
+    ascending = sample.sort().values
+    place = min(drawn - 1, (size - total) * drawn // size)
+    margin = 0 if drawn == size else 2 * int(drawn**0.5) + 2
+    state = torch.ones(4, dtype=torch.int32, device=sample.device)
+    state[0] = ascending[place - margin] if place >= margin else 0
+    state[1] = ascending[place + margin] if place + margin < drawn else INFINITE_BITS.value
+    state[2] = ascending[place]
+    return state
+
+
+def _narrow(state: Tensor, histogram: Tensor, above: Tensor, inside: Tensor, total: int) -> None:
+    """Shrink the bracket to the bin that holds the total-th largest key, or move it to the side where that key is."""
+    low, high, pivot, active = state.clone().unbind()
+    n_above, n_inside = above.sum(), inside.sum()
+    shift = ((high - low) >> torch.arange(16, 32, device=state.device)).gt(0).sum()
+    pivot_bin = ((pivot - low) >> shift).clamp(0, BINS - 1)
+    histogram.index_add_(0, pivot_bin[None], (n_inside - histogram.sum())[None])
+    from_top = histogram.flip(0).cumsum(0)
+    hit = BINS - 1 - (from_top < total - n_above).sum().clamp(max=BINS - 1)
+    bottom = low + (hit << shift)
+    top = torch.minimum(high, bottom + (1 << shift) - 1)
+    too_high, too_low = n_above + n_inside < total, n_above >= total
+    new_low = torch.where(too_high, 0, torch.where(too_low, high + 1, bottom))
+    new_high = torch.where(too_high, low - 1, torch.where(too_low, INFINITE_BITS.value, top))
+    go_on = too_high | too_low | (new_low < new_high)
+    new = torch.stack((new_low, new_high, pivot, go_on)).to(torch.int32)
+    state.copy_(torch.where(active != 0, new, state))
+    histogram.zero_()
+
+
+def select_threshold(
+    weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor | None
+) -> Tensor:
+    if not all(serves(w) for w in weights):
+        return NotImplemented
+    found = new_flag(weights[0]) if bad is None else bad
+    row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
+    with on_device(weights[0]):
+        keep = _select(weights, row_scales, col_scales, total, found)
+    if bad is None:
+        raise_if_bad("select_threshold", found)
+    return keep
+
+
+def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor):
+    """Counts per row; total 0 is found as 1 and emptied, so that the values are checked all the same."""
+    device, size = weights[0].device, sum(w.numel() for w in weights)
+    all_rows = sum(w.shape[0] for w in weights)
+    groups, tiles = _tiles_by_dtype(weights)
+    table = torch.empty(len(weights), FIELDS.value, dtype=torch.int64, device=device)
+    tile_map = torch.empty(sum(count for _, _, count in groups), dtype=torch.int32, device=device)
+    sample = torch.empty(min(SAMPLE, size), dtype=torch.int32, device=device)
+    _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad)
+    state = _bracket(sample, max(total, 1), size)
+    del sample
+    histogram = torch.zeros(BINS, dtype=torch.int64, device=device)
+    above, inside = torch.zeros(2, all_rows, dtype=torch.int32, device=device)
+
+    def count(final: bool) -> None:
+        for like, first, programs in groups:
+            aligned = all(_aligned(*m) for m in zip(weights, col_scales, strict=True))
+            _count_kernel[(programs,)](
+                like, table, tile_map, state, histogram, above, inside, bad, first,
+                FINAL=final, ALIGNED=aligned, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
+            )  # fmt: skip
+
+    for _ in range(PASSES):
+        count(final=False)
+        _narrow(state, histogram, above, inside, max(total, 1))
+    count(final=True)
+    keep = _keep_last_ties(above.long(), inside.long(), max(total, 1) - above.sum())
+    return keep if total else torch.zeros_like(keep)
+
+
+def _tiles_by_dtype(weights: list[Tensor]) -> tuple[list[tuple[Tensor, int, int]], list[int]]:
+    """([(a weight of the dtype, first tile, tiles)], first tile of each matrix), tiles of one dtype being adjacent."""
+    groups, first, end = [], [0] * len(weights), 0
+    for dtype in dict.fromkeys(w.dtype for w in weights):
+        begin = end
+        for i, weight in enumerate(weights):
+            if weight.dtype == dtype:
+                first[i], end = end, end + triton.cdiv(weight.shape[0], TILE_R)
+        groups.append((next(w for w in weights if w.dtype == dtype), begin, end - begin))
+    return groups, first
+
+
+def _aligned(weight: Tensor, col_scale: Tensor) -> bool:
+    """Whether rows can be read in vectors of 16 elements."""
+    rows_fit = weight.stride(1) == 1 and weight.stride(0) % 16 == 0 and weight.shape[1] % 16 == 0
+    return rows_fit and weight.data_ptr() % 16 == 0 and col_scale.data_ptr() % 16 == 0
+
+
+def _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad) -> None:
+    """One small launch a matrix; its share of the sample is its share of the weights."""
+    size, drawn = sum(w.numel() for w in weights), sample.numel()
+    first_row, before, end = 0, 0, 0
+    for i, weight in enumerate(weights):
+        rows, cols = weight.shape
+        before += weight.numel()
+        begin, end = end, before * drawn // size
+        work = max(end - begin, rows, cols)
+        _sample_kernel[(triton.cdiv(work, BLOCK),)](
+            weight, row_scales[i], col_scales[i], sample[begin:], table, tile_map, bad, i, end - begin, first_row,
+            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+        first_row += rows

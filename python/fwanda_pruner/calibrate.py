@@ -1,0 +1,281 @@
+"""Text through the model: statistics of every target from one forward and one activation-only backward pass."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import fwanda_kernels as fk
+
+from .errors import UserError
+from .model import Target, find_blocks
+from .save import atomic_file
+
+
+@dataclass
+class Statistics:
+    """Sums over the calibration tokens, for each target.
+
+    Attributes:
+        x2: name -> [C] fp32, sum_t X_tj^2.
+        g2: name -> [R] fp32, sum_t G_ti^2 of the SUMMED next-token loss; empty when no backward pass ran.
+        n_tokens: name -> tokens the module saw.
+        tokens_sha256: of the calibration windows.
+        bos: whether each window starts with BOS.
+        fisher: whose labels the loss used; None without g2.
+    """
+
+    x2: dict[str, Tensor] = field(default_factory=dict)
+    g2: dict[str, Tensor] = field(default_factory=dict)
+    n_tokens: dict[str, int] = field(default_factory=dict)
+    tokens_sha256: str | None = None
+    bos: bool | None = None
+    fisher: str | None = None
+
+    def norm(self, name: str) -> Tensor:
+        """[C] fp32 norm of each input column; ones where no token came by, so that the magnitude decides."""
+        return self.x2[name].sqrt() if self.n_tokens[name] else torch.ones_like(self.x2[name])
+
+    def omega(self, name: str) -> Tensor:
+        """[R] fp64 Fisher information of each output, g2 / n_tokens."""
+        return self.g2[name].double() / max(self.n_tokens[name], 1)
+
+    def add(self, target: Target, collected: fk.collect_statistics) -> None:
+        """Take the sums of one target; zeros if it saw no token (an expert that was never routed to)."""
+        rows, cols = target.weight.shape
+        layer = collected.get(target.name)
+        if layer is None:
+            device = target.weight.device
+            layer = fk.LayerStatistics(torch.zeros(cols, device=device), torch.zeros(rows, device=device))
+            warnings.warn(f"{target.name} saw no calibration token: its weights are ranked by magnitude", stacklevel=2)
+        self.x2[target.name] = layer.x2
+        self.n_tokens[target.name] = layer.n_tokens
+        if self.fisher is not None:
+            self.g2[target.name] = layer.g2
+
+    def save(self, path: str | Path) -> None:
+        """Write a .safetensors file, whole or not at all.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        tensors = {f"{name}.x2": x.cpu() for name, x in self.x2.items()}
+        tensors |= {f"{name}.g2": g.cpu() for name, g in self.g2.items()}
+        facts = {k: v for k, v in asdict(self).items() if k not in ("x2", "g2")}
+        with atomic_file(Path(path)) as temporary:
+            save_file(tensors, temporary, metadata={"fwanda": json.dumps(facts)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Statistics:
+        """Read what save() wrote.
+
+        Raises:
+            UserError: the file is missing or is not a statistics file.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads((file.metadata() or {})["fwanda"])
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {error}") from error
+        pick = {s: {k[:-3]: t for k, t in tensors.items() if k.endswith(s)} for s in (".x2", ".g2")}
+        return cls(x2=pick[".x2"], g2=pick[".g2"], **facts)
+
+    def check(self, targets: list[Target], *, fisher: bool) -> None:
+        """Refuse statistics that do not fit the targets, or are not finite.
+
+        Raises:
+            UserError: naming the tensor.
+        """
+        for target in targets:
+            rows, cols = target.weight.shape
+            for kind, table, size in (("x2", self.x2, cols), ("g2", self.g2, rows)):
+                if kind == "g2" and not fisher:
+                    continue
+                tensor = table.get(target.name)
+                if tensor is None or tensor.shape != (size,):
+                    got = "none" if tensor is None else list(tensor.shape)
+                    raise UserError(
+                        f"the statistics must hold {target.name}.{kind} [{size}], got {got}; they are of another model"
+                    )
+                if not bool((tensor.isfinite() & (tensor >= 0)).all()):
+                    raise UserError(
+                        f"{target.name}.{kind} has NaN or inf values; the model overflows on the calibration text"
+                    )
+
+    def to(self, device) -> Statistics:
+        """The same statistics on a device."""
+        moved = {k: {name: t.to(device) for name, t in getattr(self, k).items()} for k in ("x2", "g2")}
+        return Statistics(**{**vars(self), **moved})
+
+
+def calibrate(
+    model: nn.Module, tokens: Tensor, targets: list[Target], *, fisher: str | None = "empirical", progress: bool = True
+) -> Statistics:
+    """Statistics of the targets from one forward and, with fisher, one activation-only backward pass per window.
+
+    Args:
+        model: a causal language model in eval mode; its parameters and flags are as before afterwards.
+        tokens: [S, L] int64 windows without padding.
+        targets: from find_targets().
+        fisher: "empirical" (the labels are the text), or None for the forward pass alone.
+        progress: show a bar.
+
+    Returns:
+        Statistics on the model's device.
+
+    The loss is the SUM of the next-token losses, so that omega does not depend on the window length. All parameters are
+    frozen: the backward pass forms gradients of activations only. Source: the paper, algorithm 1.
+    """
+    statistics = Statistics(fisher=fisher)
+    label = "calibrate" if fisher is None else "calibrate (forward and backward)"
+    with fk.collect_statistics({t.name: t.module for t in targets}) as collected, _frozen(model, fisher is not None):
+        for window in tqdm(tokens, desc=label, unit="seq", disable=not progress):
+            ids = window[None].to(_device(model))
+            if fisher is None:
+                with torch.no_grad():
+                    model.base_model(input_ids=ids, use_cache=False)
+            else:
+                summed_loss(model, ids).backward()
+    for target in targets:
+        statistics.add(target, collected)
+    return statistics
+
+
+def summed_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Sum of the next-token losses of ids [B, L], in fp32."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+
+@contextmanager
+def _frozen(model: nn.Module, backward: bool) -> Iterator[None]:
+    """No parameter wants a gradient; with backward, the embedding output does, so that a graph exists."""
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    for p in wanted:
+        p.requires_grad_(False)
+    embedding = model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _m, _i, out: out.requires_grad_(True)) if backward else None
+    try:
+        yield
+    finally:
+        if handle:
+            handle.remove()
+        for p in wanted:
+            p.requires_grad_(True)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+class _Captured(Exception):
+    """Ends a forward pass once the inputs of the first block are known."""
+
+
+class BlockStream:
+    """The calibration windows, one decoder block at a time.
+
+    Holds the hidden state of every window at the input of the current block, and the other arguments that each block
+    gets (masks, position embeddings), which are the same for all windows of one length.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokens: [S, L] int64 windows without padding.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Tensor):
+        self.blocks = find_blocks(model)[1]
+        self._arguments = self._capture_arguments(model, tokens[:1])
+        self.hidden = [self._capture_hidden(model, window[None]) for window in tokens]
+
+    @torch.no_grad()
+    def _capture_arguments(self, model: nn.Module, ids: Tensor) -> list[tuple[tuple, dict]]:
+        captured = []
+
+        def hook(_module, args, kwargs):
+            kwargs = {k: v for k, v in kwargs.items() if k != "hidden_states"}
+            captured.append((args[1:], kwargs))
+
+        handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in self.blocks]
+        try:
+            model.base_model(input_ids=ids.to(_device(model)), use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(captured) != len(self.blocks):
+            raise UserError(
+                f"{type(model).__name__} cannot be run block by block ({len(captured)} of {len(self.blocks)} called); "
+                f"use --order onepass with magnitude, wanda or fwanda"
+            )
+        return captured
+
+    @torch.no_grad()
+    def _capture_hidden(self, model: nn.Module, ids: Tensor) -> Tensor:
+        def hook(_module, args, kwargs):
+            raise _Captured(args[0] if args else kwargs["hidden_states"])
+
+        handle = self.blocks[0].register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            model.base_model(input_ids=ids.to(_device(model)), use_cache=False)
+        except _Captured as captured:
+            return captured.args[0]
+        finally:
+            handle.remove()
+        raise AssertionError("the first block was not called")
+
+    @torch.no_grad()
+    def run(self, index: int, *, advance: bool) -> None:
+        """Run every window through block `index`; with advance, its outputs become the inputs of the next block."""
+        args, kwargs = self._arguments[index]
+        for i, hidden in enumerate(self.hidden):
+            output = self.blocks[index](hidden, *args, **kwargs)
+            if advance:
+                self.hidden[i] = output[0] if isinstance(output, tuple) else output
+
+
+@contextmanager
+def collect_hessians(targets: list[Target]) -> Iterator[dict[str, Tensor]]:
+    """Context manager that sums X^T X of the targets' inputs: name -> [C, C] fp32.
+
+    Targets called with the same tensor (q/k/v, gate/up) share one matrix, the same object.
+    """
+    hessians: dict[str, Tensor] = {}
+    owners: dict[str, str] = {}
+    last: list = [None, None]
+
+    def hook_of(name: str):
+        def hook(_module, inputs, _output):
+            x = inputs[0]
+            if name not in owners:
+                shared = last[0] is x
+                owners[name] = owners[last[1]] if shared else name
+                cols = x.shape[-1]
+                hessians[name] = (
+                    hessians[owners[name]] if shared else torch.zeros(cols, cols, dtype=torch.float32, device=x.device)
+                )
+            if owners[name] == name:
+                fk.accumulate_gram_(hessians[name], x)
+            last[:] = x, name
+
+        return hook
+
+    handles = [t.module.register_forward_hook(hook_of(t.name)) for t in targets]
+    try:
+        yield hessians
+    finally:
+        for handle in handles:
+            handle.remove()
+        last[:] = None, None

@@ -1,0 +1,222 @@
+"""`fwanda`: the command line around the stages. Parses, calls, prints; user mistakes are one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+from .config import PruneConfig
+from .errors import UserError
+
+_TEXT = ("calibration", "nsamples", "seqlen", "seed", "bos")
+_PLACE = ("device", "dtype")
+_EVAL = ("eval", "eval_seqlen", "eval_windows")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    warnings.showwarning = lambda message, *_args, **_kwargs: print(f"warning: {message}", file=sys.stderr)
+    try:
+        args = _parser().parse_args(argv)
+        args.run(args)
+        return 0
+    except UserError as error:
+        print(f"fwanda: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fwanda: interrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="fwanda", description="One-shot pruning of causal language models.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    prune = _command(commands, "prune", _prune, "prune a model and write it as a Hugging Face folder")
+    _add_model(prune)
+    _add_settings(prune, [f.name for f in fields(PruneConfig)])
+    prune.add_argument("--config", metavar="FILE", help="YAML or JSON file of these settings; flags override it")
+    prune.add_argument(
+        "--statistics", metavar="FILE", help="file of `fwanda calibrate`, instead of the calibration pass"
+    )
+    prune.add_argument("--output", metavar="DIR", help="folder to write; appears whole or not at all")
+    prune.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
+    prune.add_argument("--dry-run", action="store_true", help="list every target and what would go, write nothing")
+
+    calibrate = _command(commands, "calibrate", _calibrate, "measure statistics once, to prune at any sparsity later")
+    _add_model(calibrate)
+    _add_settings(calibrate, [*_TEXT, "fisher", *_PLACE])
+    calibrate.add_argument("--output", metavar="FILE.safetensors", required=True, help="file to write")
+
+    evaluate = _command(commands, "eval", _eval, "perplexity and sparsity of a model")
+    _add_model(evaluate)
+    _add_settings(evaluate, [*_EVAL, "bos", *_PLACE])
+
+    report = _command(commands, "report", _report, "one table from the reports of several runs")
+    report.add_argument("reports", nargs="+", metavar="REPORT", help="fwanda.json, or the folder that holds it")
+
+    demo = _command(commands, "demo", _demo, "prune the packaged SmolLM2-135M by four methods and compare them")
+    demo.add_argument(
+        "--output", metavar="DIR", default="smollm2-pruned", help="folder for the best model (%(default)s)"
+    )
+    demo.add_argument("--quick", action="store_true", help="less text and two methods: a check that everything runs")
+
+    _command(commands, "doctor", _doctor, "what is installed here, and what is missing for what")
+    return parser
+
+
+def _command(commands, name: str, run, help: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face id or folder, .gguf file, or smollm2 (packaged)")
+
+
+def _add_settings(parser: argparse.ArgumentParser, names: list[str]) -> None:
+    """Flags for fields of PruneConfig; which values are allowed is the config's to check."""
+    for f in fields(PruneConfig):
+        if f.name not in names:
+            continue
+        choices = f.metadata["choices"]
+        default = "" if f.default is None else f" ({f.default})"
+        parser.add_argument(
+            "--" + f.name.replace("_", "-"),
+            type=f.metadata["type"],
+            default=argparse.SUPPRESS,
+            metavar="|".join(choices) if choices else f.name.upper().replace("EVAL_", ""),
+            help=(f.metadata["help"] + default).replace("%", "%%"),
+        )
+
+
+def _config(args: argparse.Namespace) -> PruneConfig:
+    """The settings of --config, overridden by the flags that were given."""
+    base = {}
+    if getattr(args, "config", None):
+        base = PruneConfig.load(args.config).to_dict()
+    given = {f.name: getattr(args, f.name) for f in fields(PruneConfig) if hasattr(args, f.name)}
+    return PruneConfig.from_dict({**base, **given})
+
+
+def _prune(args: argparse.Namespace) -> None:
+    config = _config(args)
+    if args.output is None and not args.dry_run:
+        raise UserError("--output DIR is required (or --dry-run)")
+    from . import pipeline, report
+    from .calibrate import Statistics
+    from .load import load_model
+    from .save import check_output, save_pruned
+
+    if not args.dry_run:
+        check_output(args.output, overwrite=args.overwrite)
+    _check_text(config, statistics=args.statistics)
+    statistics = Statistics.load(args.statistics) if args.statistics else None
+    start = time.perf_counter()
+    model, tokenizer, _ = load_model(args.model, device=config.device, dtype=config.dtype)
+    seconds = time.perf_counter() - start
+    if args.dry_run:
+        return _print_plan(model, config)
+    check_output(args.output, overwrite=args.overwrite, needed_bytes=_bytes(model))
+    result = pipeline.prune(model, tokenizer, config=config, statistics=statistics)
+    result.config["model"] = args.model
+    result.config["statistics"] = args.statistics
+    result.seconds = {"load": round(seconds, 3), **result.seconds}
+    save_pruned(model, tokenizer, result, args.output, overwrite=args.overwrite)
+    print(report.summary(result))
+    print(f"saved       {args.output}")
+
+
+def _bytes(model) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _check_text(config: PruneConfig, statistics: str | None) -> None:
+    """Local text files are looked at before the model is loaded."""
+    from .data import load_documents
+
+    sources = [] if config.method == "magnitude" or statistics else [config.calibration]
+    for source in [*sources, *([config.eval] if config.eval else [])]:
+        if Path(source).suffix.lower() in (".txt", ".jsonl", ".parquet"):
+            load_documents(source, purpose="calibration")
+
+
+def _print_plan(model, config: PruneConfig) -> None:
+    from . import methods, pipeline
+
+    config = config.resolved()
+    targets, skipped = pipeline.plan(model, config)
+    total = 0
+    for target in targets:
+        rows, cols = target.weight.shape
+        kept = None if config.allocation == "global" and not config.nm else methods.asked(config, target)
+        removes = "by its Fisher information" if kept is None else f"{rows * cols - kept}"
+        print(f"{target.name}  [{rows}, {cols}]  removes {removes}")
+        total += rows * cols if kept is None else rows * cols - kept
+    for item in skipped:
+        print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")
+    size = sum(t.weight.numel() for t in targets)
+    removed = int(config.removed * size) if config.allocation == "global" and not config.nm else total
+    print(f"{len(targets)} matrices of {size} weights, {removed} removed ({removed / size:.4f}); nothing was written")
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    config = _config(args)
+    output = Path(args.output)
+    if output.suffix != ".safetensors" or not output.parent.is_dir() or output.is_dir():
+        raise UserError(f"--output must be a .safetensors file in an existing folder, got {args.output}")
+    _check_text(config, statistics=None)
+    from . import pipeline
+    from .load import load_model
+
+    model, tokenizer, _ = load_model(args.model, device=config.device, dtype=config.dtype)
+    statistics = pipeline.collect(model, tokenizer, config=config)
+    statistics.save(output)
+    print(f"statistics of {len(statistics.x2)} matrices saved in {args.output}")
+    print(f"next: fwanda prune {args.model} --statistics {args.output} --sparsity 0.5 --output DIR")
+
+
+def _eval(args: argparse.Namespace) -> None:
+    config = _config(args)
+    if config.eval is None:
+        raise UserError("--eval TEXT is required: a file, wikitext2 or sample")
+    _check_text(PruneConfig(method="magnitude", eval=config.eval), statistics=None)
+    from . import pipeline
+    from .load import load_model
+
+    model, tokenizer, _ = load_model(args.model, device=config.device, dtype=config.dtype)
+    result = pipeline.evaluate_model(model, tokenizer, config=config)
+    print(json.dumps({"model": args.model, **result}, indent=1))
+
+
+def _report(args: argparse.Namespace) -> None:
+    from .report import Report, table
+
+    print(table([(_label(path, report), report) for path in args.reports for report in [Report.load(path)]]))
+
+
+def _label(path: str, report) -> str:
+    return f"{path} ({report.config.get('model')})"
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from .demo import run
+
+    run(Path(args.output), quick=args.quick)
+
+
+def _doctor(_args: argparse.Namespace) -> None:
+    from .doctor import describe
+
+    print(describe())

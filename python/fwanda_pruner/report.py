@@ -1,0 +1,277 @@
+"""The facts of one run: `fwanda.json`, the comparison table, and the closing summary."""
+
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from .errors import UserError
+
+FILE_NAME = "fwanda.json"
+PROTOCOL = ("seqlen", "windows", "tokens_sha256", "bos", "tokenizer")
+
+
+@dataclass
+class MatrixRow:
+    """What happened to one weight matrix.
+
+    Attributes:
+        name: module name; the weight is stored under `name + ".weight"`.
+        shape: (R, C); as stored where a tensor of another rank was skipped.
+        asked: weights the budget keeps.
+        kept: weights the mask keeps.
+        kept_zero: kept weights that are zero all the same.
+        skipped: why the matrix was left alone, None if it was pruned.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    asked: int
+    kept: int
+    kept_zero: int
+    skipped: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of weights."""
+        return math.prod(self.shape)
+
+    @property
+    def zeros(self) -> int:
+        """Zeros in the matrix: removed weights and kept ones that were zero."""
+        return self.numel - self.kept + self.kept_zero
+
+
+@dataclass
+class Report:
+    """Everything one pruning run reports; `fwanda.json` is its `to_dict`.
+
+    Attributes:
+        config: the full configuration of the run, JSON values only.
+        matrices: one row for each target, skipped ones included.
+        model_parameters: parameters of the whole model, tied ones counted once.
+        model_zeros: zeros over the whole model.
+        perplexity: {dense, pruned, seqlen, windows, tokens_sha256, bos, tokenizer}, None if not measured.
+        seconds: stage -> seconds.
+        peak_memory_bytes: peak memory of the run in bytes.
+        energy: joules, or the string "not measured: <why>".
+        versions: see `versions`.
+        tokens_sha256: hash of the calibration tokens, None without calibration.
+        bos: whether each window begins with BOS, None if no text was read.
+        warnings: the warnings of the run, one line each.
+        omega_floored_rows: rows whose omega met the floor, None if no method in use has one.
+    """
+
+    config: dict
+    matrices: list[MatrixRow]
+    model_parameters: int
+    model_zeros: int
+    perplexity: dict | None
+    seconds: dict[str, float]
+    peak_memory_bytes: int
+    energy: float | str
+    versions: dict
+    tokens_sha256: str | None
+    bos: bool | None
+    warnings: list[str]
+    omega_floored_rows: int | None
+
+    @property
+    def sparsity(self) -> dict[str, float]:
+        """Fractions of zeros: `asked` and found (`matrices`) over the pruned set, `model` over all parameters."""
+        pruned = [row for row in self.matrices if row.skipped is None]
+        numel = sum(row.numel for row in pruned)
+        return {
+            "asked": _ratio(numel - sum(row.asked for row in pruned), numel),
+            "matrices": _ratio(sum(row.zeros for row in pruned), numel),
+            "model": _ratio(self.model_zeros, self.model_parameters),
+        }
+
+    def to_dict(self) -> dict:
+        """The report under its stable keys, valid JSON: a perplexity that is not finite becomes "nan" or "inf"."""
+        matrices = [
+            {**asdict(row), "shape": list(row.shape), "sparsity": _ratio(row.zeros, row.numel)} for row in self.matrices
+        ]
+        perplexity = self.perplexity
+        if perplexity is not None:
+            perplexity = {key: _json_number(value) for key, value in perplexity.items()}
+        facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**facts, "perplexity": perplexity, "sparsity": self.sparsity, "matrices": matrices}
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "Report":
+        """The inverse of `to_dict`; derived numbers are computed anew.
+
+        Raises:
+            UserError: a key is missing or holds the wrong kind of value.
+        """
+        facts = {key: _get(data, key, kinds) for key, kinds in _KINDS.items()}
+        facts["matrices"] = [_matrix_row(row, i) for i, row in enumerate(facts["matrices"])]
+        if facts["perplexity"] is not None:
+            facts["perplexity"] = dict(facts["perplexity"])
+            for key in ("dense", "pruned"):
+                facts["perplexity"][key] = _perplexity(facts["perplexity"], key)
+        return cls(**facts)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """Reads a report from a `fwanda.json` or from the folder that holds one.
+
+        Raises:
+            UserError: the file is missing, unreadable, not JSON, or not a report.
+        """
+        path = Path(path)
+        file = path / FILE_NAME if path.is_dir() else path
+        try:
+            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UserError(f"report {path}: {file.name} not found; give a {FILE_NAME} or its folder") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(f"report {file}: cannot be read as JSON ({error})") from None
+        except UserError as error:
+            raise UserError(f"report {file}: {error}") from None
+
+
+def versions(device: torch.device | str | None = None) -> dict[str, str | None]:
+    """Versions of what computed the result, None for what is not installed.
+
+    Args:
+        device: the device the run used; by default the GPU if there is one.
+
+    Returns:
+        {fwanda_kernels, torch, transformers, triton, python, device}.
+    """
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name = torch.cuda.get_device_name(kind) if kind.type == "cuda" else f"{kind.type} {platform.machine()}"
+    found = {package: _version(package) for package in ("torch", "transformers", "triton")}
+    return {"fwanda_kernels": _kernels_version(), **found, "python": platform.python_version(), "device": name}
+
+
+def table(reports: list[tuple[str, Report]]) -> str:
+    """Aligned text tables of labelled reports, one for each evaluation protocol.
+
+    Perplexities of different protocols never share a column. Rows keep their order.
+    """
+    groups: dict[str, list[tuple[str, Report]]] = {}
+    for label, report in reports:
+        groups.setdefault(_protocol(report), []).append((label, report))
+    return "\n\n".join(f"{protocol}\n{_grid(rows)}" for protocol, rows in groups.items())
+
+
+def summary(report: Report) -> str:
+    """A few lines that close a run: sparsity found, perplexity, cost, skipped matrices."""
+    share, skipped = report.sparsity, [row for row in report.matrices if row.skipped is not None]
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
+    energy = report.energy if isinstance(report.energy, str) else f"{report.energy:.0f} J"
+    lines = [
+        f"sparsity    {_percent(share['matrices'])} of {len(report.matrices) - len(skipped)} pruned matrices"
+        f" (asked {_percent(share['asked'])}), {_percent(share['model'])} of the model",
+        f"perplexity  {_perplexities(report)}  ({_protocol(report)})",
+        f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
+        f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
+        f"energy      {energy}",
+    ]
+    return "\n".join(lines + [f"skipped     {row.name}: {row.skipped}" for row in skipped])
+
+
+def _grid(rows: list[tuple[str, Report]]) -> str:
+    cells = [("model", "method", "allocation", "sparsity", "perplexity", "seconds")]
+    for label, report in rows:
+        method = " ".join(str(report.config[key]) for key in ("method", "pattern") if report.config.get(key))
+        cells.append((
+            label,
+            method or "-",
+            str(report.config.get("allocation") or "-"),
+            _percent(report.sparsity["matrices"]),
+            _perplexities(report),
+            f"{sum(report.seconds.values()):.1f}",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+def _protocol(report: Report) -> str:
+    if report.perplexity is None:
+        return "not measured"
+    seqlen, windows, sha256, bos, tokenizer = (report.perplexity.get(key) for key in PROTOCOL)
+    parts = [f"{windows} windows of {seqlen}", f"BOS {'in each window' if bos else 'none'}", f"tokens {sha256}"]
+    return ", ".join(parts + [f"tokenizer {tokenizer}"] * (tokenizer is not None))
+
+
+def _perplexities(report: Report) -> str:
+    if report.perplexity is None:
+        return "-"
+    return f"{report.perplexity['dense']:.2f} -> {report.perplexity['pruned']:.2f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _json_number(value):
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_KINDS = {
+    "config": dict,
+    "matrices": list,
+    "model_parameters": int,
+    "model_zeros": int,
+    "perplexity": (dict, type(None)),
+    "seconds": dict,
+    "peak_memory_bytes": int,
+    "energy": (int, float, str),
+    "versions": dict,
+    "tokens_sha256": (str, type(None)),
+    "bos": (bool, type(None)),
+    "warnings": list,
+    "omega_floored_rows": (int, type(None)),
+}
+_ROW_KINDS = {"name": str, "asked": int, "kept": int, "kept_zero": int, "skipped": (str, type(None))}
+
+
+def _get(data: dict, key: str, kinds, where: str = ""):
+    if not isinstance(data, dict) or key not in data:
+        raise UserError(f"key {where + key!r} is missing; the file is not a complete report")
+    if not isinstance(data[key], kinds):
+        raise UserError(f"key {where + key!r} holds {data[key]!r:.40}, which is not what a report has there")
+    return data[key]
+
+
+def _matrix_row(data: dict, index: int) -> MatrixRow:
+    where = f"matrices[{index}]."
+    shape = _get(data, "shape", list, where)
+    if not all(isinstance(size, int) for size in shape):
+        raise UserError(f"key {where + 'shape'!r} holds {shape!r:.40}, expected a list of sizes")
+    return MatrixRow(shape=tuple(shape), **{key: _get(data, key, kinds, where) for key, kinds in _ROW_KINDS.items()})
+
+
+def _perplexity(data: dict, key: str) -> float:
+    value = _get(data, key, (int, float, str), "perplexity.")
+    try:
+        return float(value)
+    except ValueError:
+        raise UserError(f"key 'perplexity.{key}' holds {value!r:.40}, expected a number") from None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _kernels_version() -> str | None:
+    try:
+        from fwanda_kernels import __version__
+    except ImportError:
+        return None
+    return __version__

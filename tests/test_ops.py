@@ -1,0 +1,272 @@
+"""The contract of every tensor op (schema, tracing, errors), and the sums over tokens."""
+
+import copy
+from math import sqrt
+
+import pytest
+import torch
+
+import fwanda_kernels as fk
+from fwanda_kernels.testing import WEIGHT_DTYPES, sample_arguments
+
+dtypes = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+EPS = torch.finfo(torch.float32).eps
+
+WRAPPERS = {
+    "accumulate_sq_sums_": lambda acc, x, mask: fk.accumulate_sq_sums_(acc, x, token_mask=mask),
+    "accumulate_gram_": lambda hessian, x, mask: fk.accumulate_gram_(hessian, x, token_mask=mask),
+    "row_topk_mask": lambda w, scale, keep, bad: fk.row_topk_mask(w, scale, keep, bad=bad),
+    "row_topk_prune_": lambda w, scale, keep, bad: fk.row_topk_prune_(w, scale, keep, bad=bad),
+    "nm_mask": lambda w, scale, n, m, bad: fk.nm_mask(w, scale, n, m, bad=bad),
+    "nm_prune_": lambda w, scale, n, m, bad: fk.nm_prune_(w, scale, n, m, bad=bad),
+    "select_threshold": lambda ws, rows, cols, total, bad: fk.select_threshold(ws, rows, cols, total, bad=bad),
+    "obs_factor": lambda hessian, damping: fk.obs_factor(hessian, damping),
+    "obs_prune_": lambda w, hessian, factor, s, keep, mask, pattern, row_weight, block, damping: fk.obs_prune_(
+        w,
+        hessian,
+        factor=factor,
+        sparsity=s,
+        keep=keep,
+        mask=mask,
+        pattern=pattern,
+        row_weight=row_weight,
+        block=block,
+        damping=damping,
+    ),
+}
+ops = pytest.mark.parametrize("op", WRAPPERS)
+
+
+def tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits, so that NaN equals itself and -0.0 differs from 0.0."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+def assert_same_bits(actual, expected) -> None:
+    assert len(tensors(actual)) == len(tensors(expected))
+    for a, b in zip(tensors(actual), tensors(expected), strict=True):
+        assert a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+# contracts
+
+
+def test_every_op_has_a_wrapper_and_sample_arguments():
+    assert set(sample_arguments()) == set(WRAPPERS) == set(fk.backends())
+    assert set(WRAPPERS) <= set(fk.__all__)
+
+
+@dtypes
+@ops
+def test_opcheck(op, dtype):
+    torch.library.opcheck(getattr(torch.ops.fwanda, op).default, sample_arguments(dtype=dtype)[op])
+
+
+@pytest.mark.parametrize("op", ["row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_", "obs_factor", "obs_prune_"])
+def test_fake_kernels_agree_on_transposed_inputs(op):
+    matrix, *rest = sample_arguments()[op]
+    args = (matrix.T.contiguous().T, *rest)
+    torch.library.opcheck(getattr(torch.ops.fwanda, op).default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@ops
+def test_compiles_without_graph_breaks(op):
+    args = sample_arguments()[op]
+    traced_args = copy.deepcopy(args)
+    expected = WRAPPERS[op](*args)
+    torch._dynamo.reset()
+    traced = torch.compile(WRAPPERS[op], fullgraph=True, backend="aot_eager")(*traced_args)
+    assert_same_bits([traced, traced_args], [expected, args])
+
+
+# errors
+
+WRONG = [  # op, argument index, change, what the message says
+    ("accumulate_sq_sums_", 0, lambda t: t[:-1], "acc must be [16] float32 on cpu, got [15] float32 on cpu"),
+    ("accumulate_sq_sums_", 0, torch.Tensor.double, "acc must be [16] float32 on cpu, got [16] float64 on cpu"),
+    ("accumulate_sq_sums_", 0, lambda t: t.to("meta"), "acc must be [16] float32 on cpu, got [16] float32 on meta"),
+    ("accumulate_sq_sums_", 1, lambda t: t[0], "x must be [..., C] bfloat16|float16|float32"),
+    ("accumulate_sq_sums_", 1, torch.Tensor.int, "got [24, 16] int32"),
+    ("accumulate_sq_sums_", 2, lambda t: t[1:], "token_mask must be [24] bool on cpu, got [23] bool on cpu"),
+    ("accumulate_sq_sums_", 2, torch.Tensor.int, "token_mask must be [24] bool on cpu, got [24] int32 on cpu"),
+    ("accumulate_gram_", 0, lambda t: t[1:], "hessian must be [16, 16] float32 on cpu, got [15, 16] float32 on cpu"),
+    ("accumulate_gram_", 0, torch.Tensor.half, "hessian must be [16, 16] float32 on cpu, got [16, 16] float16 on cpu"),
+    ("accumulate_gram_", 1, torch.Tensor.double, "x must be [..., C] bfloat16|float16|float32"),
+    ("accumulate_gram_", 2, lambda t: t[None], "token_mask must be [24] bool on cpu, got [1, 24] bool on cpu"),
+    *[
+        case
+        for op in ("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_")
+        for case in (
+            (op, 0, lambda t: t[0], "weight must be [R, C] bfloat16|float16|float32 on any device, got [16] float32"),
+            (op, 0, torch.Tensor.double, "got [6, 16] float64 on cpu"),
+            (op, 1, lambda t: t[:-1], "scale must be [16] float32 on cpu, got [15] float32 on cpu"),
+            (op, 1, torch.Tensor.bfloat16, "scale must be [16] float32 on cpu, got [16] bfloat16 on cpu"),
+            (op, 1, lambda t: t.to("meta"), "scale must be [16] float32 on cpu, got [16] float32 on meta"),
+            (op, -1, torch.Tensor.long, "bad must be [1] int32 on cpu, got [1] int64 on cpu"),
+            (op, -1, lambda t: t[0], "bad must be [1] int32 on cpu, got [] int32 on cpu"),
+        )
+    ],
+    *[
+        case
+        for op in ("row_topk_mask", "row_topk_prune_")
+        for case in (
+            (op, 2, lambda t: t[:-1], "keep must be [6] int64 on cpu, got [5] int64 on cpu"),
+            (op, 2, torch.Tensor.int, "keep must be [6] int64 on cpu, got [6] int32 on cpu"),
+            (op, 2, lambda t: 17, "keep must be in [0, C]=[0, 16], got 17"),
+            (op, 2, lambda t: -1, "keep must be in [0, C]=[0, 16], got -1"),
+        )
+    ],
+    *[
+        case
+        for op in ("nm_mask", "nm_prune_")
+        for case in (
+            (op, 2, lambda n: 5, "got 5:4"),
+            (op, 2, lambda n: -1, "got -1:4"),
+            (op, 3, lambda m: 0, "got 2:0"),
+            (op, 3, lambda m: 3, "C=16 columns are not a multiple of m=3"),
+        )
+    ],
+    ("select_threshold", 0, lambda ws: [], "must be non-empty lists of one length, got 0, 2 and 2"),
+    ("select_threshold", 1, lambda rows: rows[:1], "must be non-empty lists of one length, got 2, 1 and 2"),
+    ("select_threshold", 0, lambda ws: [ws[0], ws[1].double()], "weights[1] must be [R, C]"),
+    ("select_threshold", 0, lambda ws: [ws[0], ws[1].to("meta")], "weights[1] must be on cpu"),
+    ("select_threshold", 1, lambda rows: [rows[0], rows[1][1:]], "row_scales[1] must be [6] float32 on cpu, got [5]"),
+    ("select_threshold", 2, lambda cols: [cols[0].half(), cols[1]], "col_scales[0] must be [16] float32 on cpu, got"),
+    ("select_threshold", 3, lambda total: 193, "total must be in [0, 192], got 193"),
+    ("select_threshold", 3, lambda total: -1, "total must be in [0, 192], got -1"),
+    ("select_threshold", 4, torch.Tensor.float, "bad must be [1] int32 on cpu, got [1] float32 on cpu"),
+]
+
+
+@pytest.mark.parametrize("op, index, change, message", WRONG, ids=[f"{c[0]}-{i}" for i, c in enumerate(WRONG)])
+def test_wrong_argument_is_one_line_and_nothing_is_touched(op, index, change, message):
+    args = list(sample_arguments()[op])
+    args[index] = change(args[index])
+    before = copy.deepcopy(args)
+    with pytest.raises(ValueError) as error:
+        WRAPPERS[op](*args)
+    text = str(error.value)
+    assert text.startswith(f"{op}: ") and message in text and "\n" not in text
+    real = [[t for t in tensors(a) if t.device.type == "cpu"] for a in (args, before)]
+    assert_same_bits(*real)
+
+
+def _set(index, position, value):
+    def change(args):
+        tensors(args[index])[-1][position] = value
+
+    return change
+
+
+BROKEN = [  # name, ops, change, code, message
+    ("nan-weight", None, _set(0, (1, 2), float("nan")), 1, "weight has NaN or inf"),
+    ("inf-weight", None, _set(0, (1, 2), float("-inf")), 1, "weight has NaN or inf"),
+    ("nan-scale", None, _set(1, 0, float("nan")), 2, "scale must be finite and >= 0"),
+    ("inf-scale", None, _set(1, 0, float("inf")), 2, "scale must be finite and >= 0"),
+    ("negative-scale", None, _set(1, 0, -1.0), 2, "scale must be finite and >= 0"),
+    ("negative-keep", "row", _set(2, 0, -1), 4, "keep must be in [0, C]"),
+    ("large-keep", "row", _set(2, 0, 17), 4, "keep must be in [0, C]"),
+    ("negative-col-scale", "select", _set(2, 0, -1.0), 2, "scale must be finite and >= 0"),
+]
+BROKEN_CALLS = [
+    pytest.param(op, change, code, message, id=f"{op}-{name}")
+    for op in ("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_", "select_threshold")
+    for name, only, change, code, message in BROKEN
+    if only is None or op.startswith(only)
+]
+
+
+@pytest.mark.parametrize("op, change, code, message", BROKEN_CALLS)
+def test_bad_collects_the_code_instead_of_raising(op, change, code, message):
+    args = copy.deepcopy(sample_arguments()[op])
+    change(args)
+    args[-1].fill_(8)
+    WRAPPERS[op](*args)
+    assert args[-1].tolist() == [8 | code]
+
+
+@pytest.mark.parametrize("op, change, code, message", BROKEN_CALLS)
+def test_bad_values_raise_without_bad_and_touch_nothing(op, change, code, message):
+    args = copy.deepcopy(sample_arguments()[op])[:-1]
+    change(args)
+    before = copy.deepcopy(args)
+    with pytest.raises(ValueError) as error:
+        WRAPPERS[op](*args, None)
+    text = str(error.value)
+    assert text.startswith(f"{op}: ") and message in text and "\n" not in text
+    assert_same_bits(args, before)
+
+
+def test_bad_collects_several_codes():
+    weight, scale, keep, bad = sample_arguments()["row_topk_mask"]
+    weight[0, 0], scale[1], keep[2] = float("nan"), -1, 17
+    fk.row_topk_mask(weight, scale, keep, bad=bad)
+    assert bad.tolist() == [7]
+
+
+@ops
+def test_bad_stays_zero_on_valid_arguments(op):
+    args = sample_arguments()[op]
+    WRAPPERS[op](*args)
+    assert not any(t.any() for t in tensors(args) if t.dtype == torch.int32)
+
+
+# stats
+
+
+def tokens(count: int, dtype=torch.float32) -> torch.Tensor:
+    return (torch.randn(count, 33) * torch.logspace(-2, 1, 33)).to(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("count", [0, 1, 17, 4097, 20000])
+def test_sums_are_within_the_bound(count, dtype):
+    x = tokens(count, dtype)
+    acc, hessian = torch.ones(33), torch.ones(33, 33)
+    fk.accumulate_sq_sums_(acc, x)
+    fk.accumulate_gram_(hessian, x)
+    wide = x.double()
+    bound = 4 * EPS * sqrt(max(count, 1))
+    exact = 1 + wide.square().sum(0)
+    assert ((acc - exact).abs() <= bound * exact).all()
+    assert ((hessian - 1 - wide.T @ wide).abs() <= bound * (1 + wide.abs().T @ wide.abs())).all()
+
+
+SUMS = pytest.mark.parametrize("add, shape", [(fk.accumulate_sq_sums_, [33]), (fk.accumulate_gram_, [33, 33])])
+
+
+@SUMS
+def test_masked_tokens_do_not_count_even_if_nan(add, shape):
+    x, mask = tokens(4100), torch.arange(4100) % 3 != 0
+    masked, alone = torch.zeros(shape), torch.zeros(shape)
+    add(alone, x[mask])
+    x[~mask] = float("nan")
+    x[0] = float("inf")
+    add(masked, x, token_mask=mask)
+    torch.testing.assert_close(masked, alone, rtol=1e-5, atol=1e-2)
+
+
+@SUMS
+def test_sums_accept_any_leading_shape_and_strides_and_accumulate(add, shape):
+    x, mask = tokens(24), torch.arange(24) % 5 != 0
+    flat, shaped = torch.zeros(shape), torch.zeros(shape)
+    add(flat, torch.cat([x, x[mask]]))
+    add(shaped, x.T.contiguous().T.view(2, 12, 33))
+    add(shaped, x.view(2, 3, 4, 33), token_mask=mask.view(2, 3, 4))
+    torch.testing.assert_close(shaped, flat)
+
+
+@SUMS
+def test_nan_passes_through_the_sums(add, shape):
+    x, total = tokens(8), torch.zeros(shape)
+    x[3, 4] = float("nan")
+    add(total, x)
+    expected = torch.zeros(shape, dtype=torch.bool)
+    expected[4], expected[..., 4] = True, True
+    assert torch.equal(total.isnan(), expected)

@@ -1,0 +1,132 @@
+"""What an install yields: the wheel's contents and tag under each FWANDA_BUILD, and the build's errors."""
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "fwanda_kernels", "python"]
+build = runpy.run_path(str(ROOT / "fwanda_kernels" / "_build.py"))
+needs_compiler = pytest.mark.skipif(not (shutil.which("c++") or os.environ.get("CXX")), reason="no C++ compiler")
+
+
+@pytest.fixture
+def source_tree(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+def build_wheel(tree, mode, **environment):
+    code = "import setuptools.build_meta as backend; backend.build_wheel('dist')"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env={**os.environ, "FWANDA_BUILD": mode, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def only_wheel(tree):
+    (wheel,) = (tree / "dist").iterdir()
+    return wheel, set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_pure_wheel_holds_both_packages_and_the_sources_and_no_library(source_tree):
+    (source_tree / "fwanda_kernels" / build["LIBRARIES"]["cpu"]).write_bytes(b"left by an earlier build")
+    done = build_wheel(source_tree, "0")
+    assert done.returncode == 0, done.stderr
+    wheel, names = only_wheel(source_tree)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    folders = {
+        "fwanda_kernels": (source_tree / "fwanda_kernels", "*.py"),
+        "fwanda_kernels/csrc": (source_tree / "csrc", "*.c*"),
+        "fwanda_pruner": (source_tree / "python" / "fwanda_pruner", "*.py"),
+    }
+    expected = {f"{name}/{path.name}" for name, (folder, glob) in folders.items() for path in folder.glob(glob)}
+    assert expected | {"fwanda_kernels/py.typed", "fwanda_pruner/py.typed"} <= names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def test_auto_installs_without_a_compiler(source_tree):
+    done = build_wheel(source_tree, "auto", PATH="", CXX="", CUDA_HOME="")
+    assert done.returncode == 0, done.stderr
+    assert "installing without the cpu library: no C++ compiler found" in done.stdout
+    assert only_wheel(source_tree)[0].name.endswith("-py3-none-any.whl")
+
+
+@needs_compiler
+def test_cpu_build_tags_the_wheel_for_its_platform_only(source_tree):
+    done = build_wheel(source_tree, "cpu")
+    assert done.returncode == 0, done.stderr
+    wheel, names = only_wheel(source_tree)
+    assert "-py3-none-" in wheel.name and "any" not in wheel.name
+    assert f"fwanda_kernels/{build['LIBRARIES']['cpu']}" in names
+    assert build_wheel(source_tree, "0").returncode == 0
+    assert any(path.name.endswith("-py3-none-any.whl") for path in (source_tree / "dist").iterdir())
+
+
+def test_explicit_build_without_a_compiler_fails_and_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(build["BuildError"], match="no C\\+\\+ compiler found: install g\\+\\+"):
+        build["build_for_install"]("cpu", tmp_path)
+    with pytest.raises(build["BuildError"], match="no nvcc found: set CUDA_HOME"):
+        build["build"]("cuda", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+def test_failed_compile_shows_the_compiler_and_keeps_the_old_library(tmp_path, monkeypatch):
+    old = tmp_path / build["LIBRARIES"]["cpu"]
+    old.write_bytes(b"old")
+    monkeypatch.setenv("CXX", "c++ -fno-such-option")
+    with pytest.raises(build["BuildError"], match="no-such-option"):
+        build["build"]("cpu", tmp_path)
+    assert old.read_bytes() == b"old" and list(tmp_path.iterdir()) == [old]
+
+
+def test_unknown_modes_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="FWANDA_BUILD must be auto, 0, cpu, cuda or all, got 'gpu'"):
+        build["build_for_install"]("gpu", tmp_path)
+    with pytest.raises(ValueError, match="got 'gpu'"):
+        build["build"]("gpu", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("listed", "flags"),
+    [
+        ("9.0a", ["-gencode=arch=compute_90a,code=sm_90a"]),
+        (
+            "8.0;10.0+PTX",
+            [
+                "-gencode=arch=compute_80,code=sm_80",
+                "-gencode=arch=compute_100,code=sm_100",
+                "-gencode=arch=compute_100,code=compute_100",
+            ],
+        ),
+    ],
+)
+def test_cuda_architectures_follow_torch_cuda_arch_list(listed, flags, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    assert build["_arch_flags"]("nvcc") == flags
+
+
+def test_an_unreadable_architecture_is_named(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(build["BuildError"], match="got 'Hopper'"):
+        build["_arch_flags"]("nvcc")

@@ -1,0 +1,141 @@
+"""The report: stable keys, three denominators, loading, tables by protocol."""
+
+import json
+
+import pytest
+
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.report import MatrixRow, Report, summary, table, versions
+
+PROTOCOL = {"seqlen": 64, "windows": 3, "tokens_sha256": "ab" * 32, "bos": True, "tokenizer": "tiny"}
+
+
+def make_report(**changes) -> Report:
+    facts = dict(
+        config={"method": "wanda", "allocation": "uniform", "sparsity": 0.5},
+        matrices=[
+            MatrixRow("a", (4, 10), asked=20, kept=20, kept_zero=2),
+            MatrixRow("b", (2, 10), asked=15, kept=15, kept_zero=0),
+            MatrixRow("head", (5, 10), asked=50, kept=50, kept_zero=1, skipped="tied"),
+        ],
+        model_parameters=200,
+        model_zeros=30,
+        perplexity={"dense": 20.5, "pruned": 35.25, **PROTOCOL},
+        seconds={"calibrate": 1.5, "prune": 2.0},
+        peak_memory_bytes=2**30,
+        energy="not measured: device is cpu",
+        versions={"torch": "2"},
+        tokens_sha256="cd" * 32,
+        bos=True,
+        warnings=["nsamples is small"],
+        omega_floored_rows=7,
+    )
+    return Report(**{**facts, **changes})
+
+
+def test_sparsity_uses_three_denominators_and_leaves_skipped_rows_out():
+    shares = make_report().to_dict()["sparsity"]
+    assert shares == {"asked": 25 / 60, "matrices": (20 + 2 + 5) / 60, "model": 30 / 200}
+
+
+def test_each_matrix_row_counts_removed_and_kept_zeros():
+    rows = make_report().to_dict()["matrices"]
+    assert list(rows[0]) == ["name", "shape", "asked", "kept", "kept_zero", "skipped", "sparsity"]
+    assert [row["sparsity"] for row in rows] == [22 / 40, 5 / 20, 1 / 50]
+    assert [row["skipped"] for row in rows] == [None, None, "tied"]
+
+
+def test_nothing_pruned_is_zero_sparsity_not_a_division_error():
+    assert make_report(matrices=[]).sparsity["matrices"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"perplexity": None, "energy": 12.5, "bos": None, "tokens_sha256": None, "omega_floored_rows": None},
+        {"perplexity": {"dense": 20.5, "pruned": float("inf"), **PROTOCOL}},
+    ],
+)
+def test_round_trip_through_strict_json(changes):
+    report = make_report(**changes)
+    text = json.dumps(report.to_dict(), allow_nan=False)
+    assert Report.from_dict(json.loads(text)) == report
+
+
+def test_stable_keys():
+    assert set(make_report().to_dict()) == {
+        "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
+        "tokens_sha256", "bos", "warnings", "omega_floored_rows", "model_parameters", "model_zeros",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - {"sparsity"}))
+def test_a_missing_key_is_named(key, tmp_path):
+    data = make_report().to_dict()
+    del data[key]
+    (tmp_path / "fwanda.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match=f"fwanda.json.*'{key}'"):
+        Report.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "edit"),
+    [
+        (r"matrices\[1\].kept'", lambda d: d["matrices"][1].pop("kept")),
+        (r"matrices\[0\].shape", lambda d: d["matrices"][0].update(shape=[1])),
+        (r"matrices\[0\]", lambda d: d["matrices"].__setitem__(0, 3)),
+        ("perplexity.pruned", lambda d: d["perplexity"].pop("pruned")),
+        ("perplexity.dense", lambda d: d["perplexity"].update(dense="much")),
+        ("'seconds'", lambda d: d.update(seconds=3)),
+    ],
+)
+def test_a_broken_value_is_named(where, edit):
+    data = make_report().to_dict()
+    edit(data)
+    with pytest.raises(UserError, match=where):
+        Report.from_dict(data)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "\x00", '"text"'])
+def test_a_bad_file_is_one_line_of_user_error(content, tmp_path):
+    file = tmp_path / "fwanda.json"
+    if content is not None:
+        file.write_text(content)
+    for path in (file, tmp_path):
+        with pytest.raises(UserError) as error:
+            Report.load(path)
+        assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_table_never_puts_two_protocols_in_one_column():
+    same = make_report()
+    changes = {"seqlen": 128, "windows": 4, "tokens_sha256": "ff", "bos": False, "tokenizer": "x"}
+    others = [make_report(perplexity={**same.perplexity, key: value}) for key, value in changes.items()]
+    blocks = table([("first", same), *((f"other{i}", r) for i, r in enumerate(others)), ("last", same)]).split("\n\n")
+    assert len(blocks) == 6
+    assert "first" in blocks[0] and "last" in blocks[0] and "other" not in blocks[0]
+    assert len({block.splitlines()[0] for block in blocks}) == 6
+
+
+def test_table_is_aligned_and_tells_method_sparsity_perplexity_and_time():
+    lines = table([("m", make_report()), ("a longer label", make_report(perplexity=None))]).splitlines()
+    header, row = lines[1], lines[2]
+    for name, value in [("method", "wanda"), ("allocation", "uniform"), ("sparsity", "45.00 %"),
+                        ("perplexity", "20.50 -> 35.25"), ("seconds", "3.5")]:  # fmt: skip
+        assert row[header.index(name) :].startswith(value)
+    assert "not measured" in lines
+
+
+def test_summary_names_skipped_matrices_and_unmeasured_energy():
+    text = summary(make_report())
+    for fact in ("45.00 %", "41.67 %", "15.00 %", "20.50 -> 35.25", "head: tied", "not measured: device is cpu", "3.5"):
+        assert fact in text
+    assert "-> " not in summary(make_report(perplexity=None))
+
+
+def test_versions_are_json_and_name_the_device_of_the_run():
+    found = versions("cpu")
+    assert set(found) == {"fwanda_kernels", "torch", "transformers", "triton", "python", "device"}
+    assert found["torch"] and found["device"].startswith("cpu")
+    json.dumps(found)

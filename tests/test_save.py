@@ -1,0 +1,330 @@
+"""Output appears whole or not at all, reloads with equal logits, and holds the zeros it reports."""
+
+import errno
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from fwanda_pruner import save
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.report import MatrixRow, Report
+from fwanda_pruner.save import atomic_file, check_output, save_pruned
+
+NAMES = ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj")
+
+
+def pruned_model(tied=True, dtype=torch.float32):
+    """A tiny Llama with half of two matrices removed and one kept weight that is zero; and its report."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    rows = []
+    for name in NAMES:
+        weight = model.get_submodule(name).weight.data
+        weight[:, ::2] = 0
+        weight[0, 1] = 0
+        half = weight.numel() // 2
+        rows.append(MatrixRow(name, tuple(weight.shape), asked=half, kept=half, kept_zero=1))
+    rows.append(MatrixRow("lm_head", (32, 16), asked=512, kept=512, kept_zero=0, skipped="tied"))
+    protocol = {"seqlen": 8, "windows": 2, "tokens_sha256": "00", "bos": False, "tokenizer": "tiny"}
+    report = Report(
+        config={"model": "tiny", "method": "wanda", "allocation": "uniform"},
+        matrices=rows,
+        model_parameters=sum(p.numel() for p in model.parameters()),
+        model_zeros=sum(int((p == 0).sum()) for p in model.parameters()),
+        perplexity={"dense": 20.5, "pruned": 35.25, **protocol},
+        seconds={"prune": 1.0},
+        peak_memory_bytes=1,
+        energy="not measured: device is cpu",
+        versions={},
+        tokens_sha256=None,
+        bos=False,
+        warnings=[],
+        omega_floored_rows=None,
+    )
+    return model, report
+
+
+def tiny_tokenizer():
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(31)} | {"<unk>": 31}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+
+
+@pytest.fixture
+def old(tmp_path):
+    """An output folder of an earlier run."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "fwanda.json").write_text("old")
+    return tmp_path / "out"
+
+
+def assert_untouched(old):
+    assert [path.name for path in old.parent.iterdir()] == ["out"]
+    assert [path.name for path in old.iterdir()] == ["fwanda.json"]
+    assert (old / "fwanda.json").read_text() == "old"
+
+
+FAILURES = {
+    "OSError of a full disk": (OSError(errno.ENOSPC, "No space left on device"), UserError),
+    "OSError of a quota": (OSError(errno.EDQUOT, "Disk quota exceeded"), UserError),
+    "safetensors on a full disk": (
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), UserError,
+    ),
+    "read-only file system": (OSError(errno.EROFS, "Read-only file system"), UserError),
+    "forbidden folder": (PermissionError(errno.EACCES, "Permission denied"), UserError),
+    "another error": (SafetensorError("Error while serializing: tensors share memory"), SafetensorError),
+    "Ctrl-C": (KeyboardInterrupt(), KeyboardInterrupt),
+}  # fmt: skip
+STEPS = {
+    "weights": (LlamaForCausalLM, "save_pretrained"),
+    "tokenizer": (PreTrainedTokenizerFast, "save_pretrained"),
+    "card": (save, "_model_card"),
+    "audit": (save, "audit"),
+    "flush": (os, "fsync"),
+    "swap": (save, "_swap"),
+}
+
+
+def fail_after(function, error):
+    """Does the work, then raises: the step has left its files when it fails."""
+
+    def failing(*args, **kwargs):
+        function(*args, **kwargs)
+        raise error
+
+    return failing
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reloaded_logits_are_bit_equal(tied, dtype, tmp_path):
+    model, report = pruned_model(tied, dtype)
+    save_pruned(model, tiny_tokenizer(), report, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    tokens = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, again(tokens).logits)
+    assert again.dtype == dtype
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w3 w5")["input_ids"] == [3, 5]
+
+
+def test_the_folder_is_a_normal_one_with_card_and_report(tmp_path):
+    model, report = pruned_model()
+    save_pruned(model, tiny_tokenizer(), report, tmp_path / "deep" / "out")
+    out = tmp_path / "deep" / "out"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    files = {path.name for path in out.iterdir()}
+    assert files >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert Report.load(out) == report
+    card = (out / "README.md").read_text()
+    assert "wanda" in card and "20.50 dense, 35.25 pruned" in card and "from_pretrained" in card
+    assert len(card.splitlines()) < 40
+
+
+def test_no_tokenizer_and_no_perplexity_are_fine(tmp_path):
+    model, report = pruned_model()
+    report.perplexity = None
+    save_pruned(model, None, report, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("token*"))
+    assert "perplexity" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_every_file_has_the_mode_of_a_plain_new_file(tmp_path):
+    model, report = pruned_model()
+    save_pruned(model, tiny_tokenizer(), report, tmp_path / "out")
+    (tmp_path / "plain").touch()
+    expected = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {expected}
+    (tmp_path / "folder").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "folder").stat().st_mode
+
+
+def test_sampling_flags_without_do_sample_do_not_lose_the_run(tmp_path):
+    model, report = pruned_model()
+    model.generation_config = original = GenerationConfig(do_sample=False, temperature=0.6, top_p=0.9)
+    save_pruned(model, None, report, tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
+    assert model.generation_config is original and original.do_sample is False
+
+
+@pytest.mark.parametrize("field", ["asked", "kept_zero"])
+def test_zeros_that_differ_from_the_report_name_the_matrix_and_leave_nothing(field, tmp_path):
+    model, report = pruned_model()
+    setattr(report.matrices[1], field, getattr(report.matrices[1], field) + 1)
+    with pytest.raises(RuntimeError, match=NAMES[1]):
+        save_pruned(model, None, report, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failure_at_any_step_leaves_nothing(step, failure, tmp_path, monkeypatch):
+    model, report = pruned_model()
+    error, expected = FAILURES[failure]
+    owner, name = STEPS[step]
+    if step == "swap":
+        monkeypatch.setattr(os, "rename", lambda *args: (_ for _ in ()).throw(error))
+    else:
+        monkeypatch.setattr(owner, name, fail_after(getattr(owner, name), error))
+    with pytest.raises(expected) as raised:
+        save_pruned(model, tiny_tokenizer(), report, tmp_path / "made" / "out")
+    if expected is UserError:
+        assert "\n" not in str(raised.value) and "made/out" in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("failure", ["OSError of a full disk", "Ctrl-C"])
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "swap"])
+def test_the_old_output_survives_a_failed_overwrite(step, failure, old, monkeypatch):
+    model, report = pruned_model()
+    error, expected = FAILURES[failure]
+    owner, name = STEPS[step]
+    monkeypatch.setattr(owner, name, fail_after(getattr(owner, name), error))
+    with pytest.raises(expected):
+        save_pruned(model, tiny_tokenizer(), report, old, overwrite=True)
+    assert_untouched(old)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_failure_between_the_two_renames_leaves_one_whole_folder(call, after, error, old, monkeypatch):
+    model, report = pruned_model()
+    rename, calls = os.rename, []
+
+    def failing(source, target):
+        calls.append(source)
+        if len(calls) != call:
+            return rename(source, target)
+        if after:
+            rename(source, target)
+        raise error
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(type(error)):
+        save_pruned(model, None, report, old, overwrite=True)
+    if (call, after) == (2, True):
+        assert [path.name for path in old.parent.iterdir()] == ["out"]
+        assert Report.load(old) == report
+    else:
+        assert_untouched(old)
+
+
+def test_overwrite_replaces_the_whole_folder(old):
+    (old / "stale.safetensors").write_text("stale")
+    model, report = pruned_model()
+    save_pruned(model, None, report, old, overwrite=True)
+    assert [path.name for path in old.parent.iterdir()] == ["out"]
+    assert Report.load(old) == report and not (old / "stale.safetensors").exists()
+
+
+def test_a_folder_filled_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    model, report = pruned_model()
+
+    def fill(*args):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+
+    monkeypatch.setattr(save, "_flush", fill)
+    with pytest.raises(UserError, match="meanwhile"):
+        save_pruned(model, None, report, tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path):
+    model, report = pruned_model()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save_pruned(model, None, report, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and Report.load(tmp_path / "real") == report
+
+
+def test_existing_output_is_refused_without_overwrite(old):
+    with pytest.raises(UserError, match="not empty.*--overwrite"):
+        save_pruned(*pruned_model()[:1], None, pruned_model()[1], old)
+    assert_untouched(old)
+    check_output(old, overwrite=True)
+
+
+def test_an_empty_or_missing_folder_is_accepted_and_nothing_is_written(tmp_path):
+    (tmp_path / "empty").mkdir()
+    check_output(tmp_path / "empty", overwrite=False)
+    check_output(tmp_path / "a" / "b", overwrite=False)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_a_file_is_no_output_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(UserError, match="is a file"):
+            check_output(path, overwrite=True)
+
+
+def test_the_current_and_home_folders_are_never_overwritten(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(UserError, match="never overwritten"):
+        check_output(tmp_path, overwrite=True)
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    with pytest.raises(UserError, match="never overwritten"):
+        check_output(tmp_path, overwrite=True)
+
+
+def test_an_unwritable_parent_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(UserError, match="not writable"):
+        check_output(tmp_path / "out", overwrite=False)
+
+
+def test_too_little_disk_says_how_much(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**30))
+    check_output(tmp_path / "out", overwrite=False, needed_bytes=3 * 2**30)
+    with pytest.raises(UserError, match=r"needs 4.00 GiB, .* 3.00 GiB free"):
+        check_output(tmp_path / "out", overwrite=False, needed_bytes=4 * 2**30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match="MiB"):
+        save_pruned(*pruned_model()[:1], None, pruned_model()[1], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_atomic_file_appears_only_at_the_end(tmp_path):
+    (tmp_path / "f").write_text("old")
+    with atomic_file(tmp_path / "f") as temporary:
+        temporary.write_text("new")
+        assert (tmp_path / "f").read_text() == "old" and temporary.parent == tmp_path
+    assert (tmp_path / "f").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_atomic_file_keeps_the_old_file_on_any_failure(failure, tmp_path):
+    error, expected = FAILURES[failure]
+    (tmp_path / "f").write_text("old")
+    with pytest.raises(expected), atomic_file(tmp_path / "f") as temporary:
+        temporary.write_text("half")
+        raise error
+    assert (tmp_path / "f").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
