@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 
 import torch
 
 from . import __version__, backends, explain
+from ._build import BuildError, build
 
 
 def describe() -> str:
@@ -21,10 +23,21 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    argparse.ArgumentParser(prog="python -m fwanda_kernels", description=__doc__).parse_args()
-    print(describe())
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fwanda_kernels", description=__doc__)
+    parser.add_argument("--build", choices=("cpu", "cuda", "all"), help="compile the native backend beside the package")
+    args = parser.parse_args()
+    if args.build is None:
+        print(describe())
+        return 0
+    try:
+        for path in build(args.build):
+            print(f"built {path.name}")
+    except BuildError as error:
+        print(f"fwanda_kernels: error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

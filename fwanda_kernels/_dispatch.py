@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from contextlib import contextmanager
 import torch
 
 NAMESPACE = "fwanda"
-BACKENDS = ("reference",)
-ORDER = {"cuda": ("reference",), "cpu": ("reference",)}
+BACKENDS = ("native", "triton", "reference")
+ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _families: dict[str, str] = {}
 _forced: str | None = None
+_kernels: dict[tuple[str, str, str], Callable | None] = {}
 _failures: dict[tuple[str, str, str], str] = {}
 
 
@@ -66,13 +68,31 @@ def forced_backend() -> str | None:
 
 
 def _kernel(backend: str, device: str, name: str) -> Callable | None:
-    """The backend's function for an op, or None; why not is kept in _failures."""
+    """The backend's function for an op, or None; loaded once, and why not is kept in _failures."""
     key = (backend, device, name)
-    if key in _failures:
-        return None
-    kernel = getattr(importlib.import_module(f".{backend}", __package__), name, None)
+    if key not in _kernels:
+        try:
+            _kernels[key] = _load(backend, device, name)
+        except ImportError as error:
+            _kernels[key], _failures[key] = None, str(error)
+    return _kernels[key]
+
+
+def _load(backend: str, device: str, name: str) -> Callable:
+    if backend == "native":
+        kernel = importlib.import_module(".native", __package__).load(device).get(name)
+    elif backend == "triton":
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ImportError("serves CPU tensors only under TRITON_INTERPRET=1, when forced")
+        if importlib.util.find_spec("triton") is None:
+            raise ImportError("the triton package is not installed")
+        if importlib.util.find_spec(f".triton.{_families[name]}", __package__) is None:
+            raise ImportError("not implemented by this backend")
+        kernel = getattr(importlib.import_module(f".triton.{_families[name]}", __package__), name, None)
+    else:
+        kernel = getattr(importlib.import_module(".reference", __package__), name)
     if kernel is None:
-        _failures[key] = "not implemented by this backend"
+        raise ImportError("not implemented by this backend")
     return kernel
 
 
@@ -124,11 +144,13 @@ def explain(name: str) -> dict[str, dict[str, str]]:
     table: dict[str, dict[str, str]] = {}
     for device in ORDER:
         usable = _usable(name, device)
-        absent = f"no {device} device" if device == "cuda" and not torch.cuda.is_available() else ""
-        table[device] = {
-            backend: ("serves" if usable[:1] == [backend] else "fallback")
-            if backend in usable
-            else absent or _failures[(backend, device, name)]
-            for backend in ORDER[device]
-        }
+        table[device] = {backend: _status(backend, device, name, usable) for backend in BACKENDS}
     return table
+
+
+def _status(backend: str, device: str, name: str, usable: list[str]) -> str:
+    if backend in usable:
+        return "serves" if backend == usable[0] else "fallback"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device"
+    return "only when forced" if _kernel(backend, device, name) else _failures[(backend, device, name)]

@@ -1,7 +1,11 @@
 """Fixtures that every test file shares."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+
+from fwanda_kernels import use_backend
 
 
 @pytest.fixture(autouse=True)
@@ -9,3 +13,10 @@ def seed() -> int:
     """Seed of torch's global generator, set before each test."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(params=["first", "reference"])
+def backend(request):
+    """The test runs on the backend that is first in order, then on the reference."""
+    with use_backend("reference") if request.param == "reference" else nullcontext():
+        yield

@@ -151,6 +151,11 @@ def test_many_rows_have_an_exact_total():
     assert k.dtype == torch.int64 and int(k.sum()) == 10_000_001 and int(k.min()) >= 1 and int(k.max()) <= 4096
 
 
+def test_among_many_equal_rows_the_lowest_get_the_rest():
+    k = fk.allocate_row_budgets(torch.full((5000,), 0.3), 3 * 5000 + 1234, k_max=4096)
+    assert torch.equal(k, 3 + (torch.arange(5000) < 1234).long())
+
+
 @pytest.mark.parametrize(
     "v, total, k_min, k_max, expected",
     [

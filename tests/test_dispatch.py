@@ -9,7 +9,7 @@ import torch
 
 import fwanda_kernels as fk
 from fwanda_kernels import __main__ as table
-from fwanda_kernels import _dispatch, reference
+from fwanda_kernels import _dispatch
 
 WEIGHT, SCALE = torch.ones(2, 4), torch.ones(4)
 
@@ -56,18 +56,33 @@ def test_use_backend_wins_over_the_environment(monkeypatch):
 
 
 def test_forced_backend_that_declines_raises(monkeypatch):
-    monkeypatch.setattr(reference, "nm_mask", lambda *args: NotImplemented)
+    monkeypatch.setitem(_dispatch._kernels, ("reference", "cpu", "nm_mask"), lambda *args: NotImplemented)
     with fk.use_backend("reference"), pytest.raises(fk.BackendError, match="nm_mask.*cpu.*reference: declines"):
         fk.nm_mask(WEIGHT, SCALE, 2, 4)
 
 
-def test_missing_op_is_explained(monkeypatch):
+def test_backend_that_fails_to_load_is_tried_once_and_explained(monkeypatch):
+    tried = []
+
+    def load(backend, device, name):
+        tried.append((backend, device, name))
+        raise ImportError("no library here")
+
+    monkeypatch.setattr(_dispatch, "_kernels", {})
     monkeypatch.setattr(_dispatch, "_failures", {})
-    monkeypatch.delattr(reference, "nm_mask")
-    assert "reference" not in fk.backends()["nm_mask"]["cpu"]
-    assert fk.explain("nm_mask")["cpu"]["reference"] == "not implemented by this backend"
-    with fk.use_backend("reference"), pytest.raises(fk.BackendError, match="not implemented by this backend"):
-        fk.nm_mask(WEIGHT, SCALE, 2, 4)
+    monkeypatch.setattr(_dispatch, "_load", load)
+    for _ in range(2):
+        with fk.use_backend("reference"), pytest.raises(fk.BackendError, match="reference: no library here"):
+            fk.nm_mask(WEIGHT, SCALE, 2, 4)
+    assert tried == [("reference", "cpu", "nm_mask")]
+    assert fk.explain("nm_mask")["cpu"]["reference"] == "no library here"
+    assert fk.backends()["nm_mask"]["cpu"] == []
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter serves CPU tensors")
+def test_triton_forced_on_cpu_names_the_interpreter():
+    with fk.use_backend("triton"), pytest.raises(fk.BackendError, match="TRITON_INTERPRET=1"):
+        fk.row_topk_mask(WEIGHT, SCALE, 2)
 
 
 def test_reference_serves_every_op_on_cpu():
@@ -78,7 +93,7 @@ def test_reference_serves_every_op_on_cpu():
 def test_explain_agrees_with_backends(op):
     for device, usable in fk.backends()[op].items():
         status = fk.explain(op)[device]
-        assert list(status) == list(_dispatch.ORDER[device])
+        assert list(status) == list(_dispatch.BACKENDS)
         assert [name for name, text in status.items() if text == "serves"] == usable[:1]
         assert all((status[name] in ("serves", "fallback")) == (name in usable) for name in status)
 
@@ -86,7 +101,7 @@ def test_explain_agrees_with_backends(op):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_absent_device_is_explained():
     assert fk.backends()["nm_mask"]["cuda"] == []
-    assert fk.explain("nm_mask")["cuda"]["reference"] == "no cuda device"
+    assert fk.explain("nm_mask")["cuda"]["reference"] == "no CUDA device"
 
 
 def test_explain_of_an_unknown_op_lists_the_ops():

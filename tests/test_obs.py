@@ -51,6 +51,13 @@ def test_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(tokens, dead,
     torch.testing.assert_close(wide.T @ wide, inverse, rtol=1e-3, atol=1e-4 * inverse.abs().max().item())
 
 
+def test_dead_columns_count_as_one_in_the_mean_that_damps():
+    diagonal = torch.tensor([0.0, 0.5, 0.0, 0.25])
+    factor, _ = fk.obs_factor(diagonal.diag(), 0.1)
+    expected = torch.tensor([1, 0.5, 1, 0.25]) + 0.1 * 2.75 / 4
+    torch.testing.assert_close(factor.diagonal(), expected.rsqrt() * torch.tensor([-1, 1, -1, 1]))
+
+
 def test_dead_columns_have_a_negative_diagonal_and_touch_no_other_column():
     _, hessian = make_problem(dead=(0, DEAD))
     factor, _ = fk.obs_factor(hessian)

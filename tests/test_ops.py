@@ -182,6 +182,7 @@ BROKEN_CALLS = [
 ]
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("op, change, code, message", BROKEN_CALLS)
 def test_bad_collects_the_code_instead_of_raising(op, change, code, message):
     args = copy.deepcopy(sample_arguments()[op])
@@ -191,6 +192,7 @@ def test_bad_collects_the_code_instead_of_raising(op, change, code, message):
     assert args[-1].tolist() == [8 | code]
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("op, change, code, message", BROKEN_CALLS)
 def test_bad_values_raise_without_bad_and_touch_nothing(op, change, code, message):
     args = copy.deepcopy(sample_arguments()[op])[:-1]

@@ -83,7 +83,7 @@ def test_a_missing_key_is_named(key, tmp_path):
     ("where", "edit"),
     [
         (r"matrices\[1\].kept'", lambda d: d["matrices"][1].pop("kept")),
-        (r"matrices\[0\].shape", lambda d: d["matrices"][0].update(shape=[1])),
+        (r"matrices\[0\].shape", lambda d: d["matrices"][0].update(shape=["x"])),
         (r"matrices\[0\]", lambda d: d["matrices"].__setitem__(0, 3)),
         ("perplexity.pruned", lambda d: d["perplexity"].pop("pruned")),
         ("perplexity.dense", lambda d: d["perplexity"].update(dense="much")),

@@ -28,6 +28,7 @@ def naive_mask(weight, scale, keep) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.usefixtures("backend")
 @dtypes
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -49,6 +50,7 @@ LAYOUTS = {
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
+@pytest.mark.usefixtures("backend")
 @dtypes
 @layouts
 def test_selection_does_not_depend_on_strides(layout, dtype):
@@ -64,6 +66,7 @@ def test_selection_does_not_depend_on_strides(layout, dtype):
     assert torch.equal(counts[0], fk.select_threshold([weight], [torch.ones(6)], [scale], 70)[0])
 
 
+@pytest.mark.usefixtures("backend")
 @layouts
 def test_masks_are_contiguous(layout):
     weight, scale = LAYOUTS[layout](make_weight(6, 24)), make_scale(24)
@@ -71,6 +74,7 @@ def test_masks_are_contiguous(layout):
     assert fk.nm_mask(weight, scale, 2, 4).is_contiguous()
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("prune", ["row_topk_prune_", "nm_prune_"])
 @dtypes
 @layouts
@@ -88,6 +92,7 @@ def test_prune_zeroes_what_the_mask_drops_and_nothing_else(layout, dtype, prune)
         assert torch.equal(weight._base[outside], storage[outside])
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("prune", [lambda w, s: fk.row_topk_prune_(w, s, 2), lambda w, s: fk.nm_prune_(w, s, 2, 4)])
 def test_negative_zeros_tie_with_zeros_and_are_removed_as_positive_zero(prune):
     weight = torch.tensor([[0.0, -0.0, 0.0, -0.0], [-0.0, 1.0, -0.0, -2.0]])
@@ -97,6 +102,7 @@ def test_negative_zeros_tie_with_zeros_and_are_removed_as_positive_zero(prune):
     assert weight.abs().tolist() == [[0, 0, 0, 0], [0, 0, 0, 2]]
 
 
+@pytest.mark.usefixtures("backend")
 def test_products_that_overflow_or_underflow_tie():
     weight = torch.tensor([[1e30, 3e38, -2e30, 1.0], [1e-30, 2e-30, -3e-30, 1e-38]])
     scale = torch.tensor([1e30, 1e30, 1e30, 1e-20])
@@ -105,6 +111,7 @@ def test_products_that_overflow_or_underflow_tie():
     assert fk.row_topk_mask(weight[1:], tiny, 2).tolist() == [[False, False, True, True]]
 
 
+@pytest.mark.usefixtures("backend")
 @dtypes
 @kinds
 @pytest.mark.parametrize("sparsity", ["0.5", "0.3", "0.7", "0"])

@@ -24,13 +24,18 @@ BAD_KEEP = tl.constexpr(4)
 @triton.jit
 def magnitude_bits(w):
     """Bits of fp32 |w|; at least INFINITE_BITS where w is NaN or inf."""
-    return tl.abs(w.to(tl.float32)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if w.dtype == tl.bfloat16:
+        # by bits, as interpreted conversions lose bf16 denormals
+        bits = w.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        bits = w.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits & 0x7FFFFFFF
 
 
 @triton.jit
 def score_key(w, scale):
     """Key of fp32(|w| * scale): one rounded multiply. The mask turns -0.0 (from a scale of -0.0) into +0.0."""
-    return (tl.abs(w.to(tl.float32)) * scale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return (magnitude_bits(w).to(tl.float32, bitcast=True) * scale).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Row selection: one program per row finds the k-th largest key by counting, with the row's keys in registers.
 
 Convention: columns [0, BLOCK_A) and [BLOCK_A, BLOCK_A + BLOCK_B) of a row are resident keys; with REST the columns after
-them are read again for every count, which bounds the registers and leaves C without a limit. Padding has key -1.
+them are read again for every count, which bounds the registers and leaves C without a limit. Padding has key 0, and only keys > 0 are
+looked for.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .threshold import select_threshold
 
 __all__ = ["row_topk_mask", "row_topk_prune_", "select_threshold"]
 
-RESIDENT = 32768
+RESIDENT_A, RESIDENT_B = 16384, 8192
 CHUNK = tl.constexpr(4096)
 # interpolation assumes that few scores lie more than 10 octaves under the largest, and gives way to bisection
 SPAN = tl.constexpr(10 << 23)
@@ -38,32 +39,45 @@ BISECT_EVERY, BISECT_FROM = tl.constexpr(8), tl.constexpr(16)
 
 @triton.jit
 def _load(weight, scale, cols, stride_c, start, BLOCK: tl.constexpr, EVICT: tl.constexpr):
-    """Columns, weights and keys of one part of a row."""
+    """Columns, weights and keys of one part of a row; a key beyond the row is 0."""
     c = start + tl.arange(0, BLOCK)
     w = tl.load(weight + c.to(tl.int64) * stride_c, mask=c < cols, other=0.0, eviction_policy=EVICT)
-    s = tl.load(scale + c, mask=c < cols, other=0.0)
-    return c, w, tl.where(c < cols, score_key(w, s), -1)
+    return c, w, score_key(w, tl.load(scale + c, mask=c < cols, other=0.0))
+
+
+@triton.jit
+def _at_least(keys, key):
+    """How many keys are >= key, for key > 0: those whose difference has no sign bit."""
+    below = (keys - key).to(tl.uint32, bitcast=True) >> 31
+    return keys.shape[0] - tl.sum(below.to(tl.int32, bitcast=True), axis=0)
+
+
+@triton.jit
+def _at_from(keys, key, c, column, cols):
+    """How many keys equal key in a column of [column, cols)."""
+    return tl.sum(((keys == key) & (c >= column) & (c < cols)).to(tl.int32), axis=0)
 
 
 @triton.jit
 def _count(key_a, key_b, weight, scale, cols, stride_c, key, column, A: tl.constexpr, B: tl.constexpr,
            REST: tl.constexpr, AT: tl.constexpr):  # fmt: skip
-    """How many keys are >= key; with AT, how many equal key in a column >= column."""
+    """_at_least, or with AT _at_from, over all parts of a row."""
     if AT:
-        n = tl.sum(((key_a == key) & (tl.arange(0, A) >= column)).to(tl.int32), axis=0)
-        if B > 0:
-            n += tl.sum(((key_b == key) & (A + tl.arange(0, B) >= column)).to(tl.int32), axis=0)
+        n = _at_from(key_a, key, tl.arange(0, A), column, cols)
     else:
-        n = tl.sum((key_a >= key).to(tl.int32), axis=0)
-        if B > 0:
-            n += tl.sum((key_b >= key).to(tl.int32), axis=0)
+        n = _at_least(key_a, key)
+    if B > 0:
+        if AT:
+            n += _at_from(key_b, key, A + tl.arange(0, B), column, cols)
+        else:
+            n += _at_least(key_b, key)
     if REST:
         for start in range(A + B, cols, CHUNK):
-            c, w, rest = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
+            c, w, keys = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
             if AT:
-                n += tl.sum(((rest == key) & (c >= column)).to(tl.int32), axis=0)
+                n += _at_from(keys, key, c, column, cols)
             else:
-                n += tl.sum((rest >= key).to(tl.int32), axis=0)
+                n += _at_least(keys, key)
     return n
 
 
@@ -71,12 +85,13 @@ def _count(key_a, key_b, weight, scale, cols, stride_c, key, column, A: tl.const
 def _guess(low, high, n_low, n_high, k, step):
     """A key strictly between low and high, near the k-th largest: interpolated on the counts, at times bisected."""
     room = (n_low - n_high).to(tl.float32)
-    margin = 0.3 * tl.sqrt(room)
+    root = tl.rsqrt(room)
+    margin = 0.3 * room * root
     # aim a little past k, from the side that is farther away, so that both ends close in
     rank = k.to(tl.float32) + 0.5 + tl.where(n_low - k > k - n_high, margin, -margin)
     rank = tl.minimum(tl.maximum(rank, n_high.to(tl.float32) + 0.5), n_low.to(tl.float32) - 0.5)
     anchor = tl.maximum(low, high - SPAN)
-    near = anchor + ((n_low.to(tl.float32) - rank) / room * (high - anchor).to(tl.float32)).to(tl.int32)
+    near = anchor + ((n_low.to(tl.float32) - rank) * root * root * (high - anchor).to(tl.float32)).to(tl.int32)
     bisect = (step % BISECT_EVERY == BISECT_EVERY - 1) | (step >= BISECT_FROM)
     guess = tl.where(bisect, low + ((high - low) >> 1), near)
     return tl.minimum(tl.maximum(guess, low + 1), high - 1)
@@ -84,7 +99,8 @@ def _guess(low, high, n_low, n_high, k, step):
 
 @triton.jit
 def _write(out, c, cols, stride_c, w, key, low, column, PRUNE: tl.constexpr):
-    keep = (key > low) | ((key == low) & (c >= column))
+    # key > low, or key == low in a column that stays
+    keep = key + (c >= column).to(tl.int32) > low
     target = out + c.to(tl.int64) * stride_c
     if PRUNE:
         tl.store(target, tl.where(keep, w, 0.0), mask=c < cols)
@@ -112,9 +128,9 @@ def _row_topk_kernel(
         heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w), axis=0))
     if REST:
         for start in range(A + B, cols, CHUNK):
-            c, w, rest = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
-            largest = tl.maximum(largest, tl.max(rest, axis=0))
-            heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w), axis=0))
+            c_rest, w_rest, keys = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
+            largest = tl.maximum(largest, tl.max(keys, axis=0))
+            heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w_rest), axis=0))
     if row == 0:
         for start in range(0, cols, CHUNK):
             flag_scale(scale, bad, cols, start, CHUNK)
@@ -156,19 +172,19 @@ def _row_topk_kernel(
             _write(out, c, cols, out_stride_c, w, key_b, low, column, PRUNE)
         if REST:
             for start in range(A + B, cols, CHUNK):
-                c, w, key = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_first")
-                _write(out, c, cols, out_stride_c, w, key, low, column, PRUNE)
+                c_rest, w_rest, keys = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_first")
+                _write(out, c_rest, cols, out_stride_c, w_rest, keys, low, column, PRUNE)
 
 
 def parts_of(cols: int) -> tuple[int, int, bool, int]:
     """(A, B, REST, num_warps): the fewest padded keys of one or two power-of-two parts, 32 keys a thread."""
+    if cols > RESIDENT_A + RESIDENT_B:
+        return RESIDENT_A, RESIDENT_B, True, 16
     whole = triton.next_power_of_2(cols)
-    if whole > RESIDENT:
-        return RESIDENT // 2, 0, True, 16
     half = whole // 2
     second = triton.next_power_of_2(max(1, cols - half))
     a, b = (half, second) if 1024 <= second < half else (max(whole, 32), 0)
-    return a, b, False, min(16, max(1, a // 1024))
+    return a, b, False, max(1, a // 1024)
 
 
 def _launch(weight: Tensor, scale: Tensor, keep: Tensor, out: Tensor, bad: Tensor, prune: bool) -> None:

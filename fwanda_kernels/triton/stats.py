@@ -32,7 +32,7 @@ def _sq_sums_kernel(
             inside &= tl.load(counted + t, mask=inside, other=0) != 0
         address = x + t[:, None].to(tl.int64) * stride_t + c[None, :].to(tl.int64) * stride_c
         v = tl.load(address, mask=inside[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
-        total += v * v
+        total = tl.fma(v, v, total)
     row = partial + tl.program_id(1).to(tl.int64) * cols
     tl.store(row + c, tl.sum(total, axis=0), mask=c < cols)
 

@@ -36,6 +36,7 @@ SAMPLE = 1 << 21
 BIN_BITS = tl.constexpr(16)
 BINS = 1 << 16
 FIELDS = tl.constexpr(9)
+VECTOR = tl.constexpr(8)
 PASSES = 3
 TILE_R, BLOCK_C, WARPS = 4, 1024, 8
 BLOCK = 1024
@@ -86,6 +87,12 @@ def _sample_kernel(
 
 
 @triton.jit
+def _vector_sums(x, R: tl.constexpr, C: tl.constexpr):
+    """[R, C] -> [R, C / VECTOR]: sums of what one thread holds, which keeps the accumulators small."""
+    return tl.sum(tl.reshape(x, (R, C // VECTOR, VECTOR)), axis=2)
+
+
+@triton.jit
 def _count_kernel(
     like, table, tile_map, state, histogram, above, inside, bad, tile,
     FINAL: tl.constexpr, ALIGNED: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -119,8 +126,8 @@ def _count_kernel(
         shift = tl.sum((((high - low) >> (BIN_BITS + tl.arange(0, 16))) > 0).to(tl.int32), axis=0)
         scale_r = tl.load(row_scale + r, mask=r < rows, other=0.0)[:, None]
         weight += r[:, None].to(tl.int64) * stride_r
-        n_above = tl.zeros((TILE_R, BLOCK_C), tl.int32)
-        n_inside = tl.zeros((TILE_R, BLOCK_C), tl.int32)
+        n_above = tl.zeros((TILE_R, BLOCK_C // VECTOR), tl.int32)
+        n_inside = tl.zeros((TILE_R, BLOCK_C // VECTOR), tl.int32)
         for start in range(0, cols, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
             real = (r < rows)[:, None] & (c < cols)[None, :]
@@ -128,17 +135,18 @@ def _count_kernel(
             s = tl.load(col_scale + c, mask=c < cols, other=0.0)[None, :]
             key = tl.where(real, _scaled_key(w, s, scale_r), -1)
             within = (key >= low) & (key <= high)
-            n_above += (key > high).to(tl.int32)
-            # a count of chunks stays far below 2^20; the bits above it remember a weight that is not finite
-            n_inside += within.to(tl.int32)
+            n_above += _vector_sums((key > high).to(tl.int32), TILE_R, BLOCK_C)
+            n_inside += _vector_sums(within.to(tl.int32), TILE_R, BLOCK_C)
             if not FINAL:
-                n_inside += (magnitude_bits(w) >= INFINITE_BITS).to(tl.int32) << 20
+                # such a count stays far below 2^20; the bits above it remember a weight that is not finite
+                wrong = (magnitude_bits(w) >= INFINITE_BITS).to(tl.int32) << 20
+                n_inside += _vector_sums(wrong, TILE_R, BLOCK_C)
                 tl.atomic_add(histogram + ((key - low) >> shift), 1, mask=within & (key != pivot), sem="relaxed")
         tl.store(above + target, tl.sum(n_above, axis=1), mask=r < rows)
         tl.store(inside + target, tl.sum(n_inside & 0xFFFFF, axis=1), mask=r < rows)
         if not FINAL:
-            wrong = tl.max(tl.max((n_inside >> 20 != 0).to(tl.int32), axis=1), axis=0)
-            flag(bad, wrong * BAD_WEIGHT)
+            any_wrong = tl.max(tl.max((n_inside >> 20 != 0).to(tl.int32), axis=1), axis=0)
+            flag(bad, any_wrong * BAD_WEIGHT)
 
 
 def _bracket(sample: Tensor, total: int, size: int) -> Tensor:

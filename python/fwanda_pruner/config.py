@@ -85,6 +85,8 @@ class PruneConfig:
             raise UserError(
                 f"--allocation must be one of {', '.join(allowed)} with --method {self.method}, got {self.allocation!r}"
             )
+        if self.method == "magnitude" and self.order == "sequential":
+            raise UserError("--method magnitude reads no text, so there is no --order sequential; leave --order out")
         self._check_sparsity()
         for name in ("nsamples", "seqlen", "eval_seqlen", "eval_windows"):
             value, least = getattr(self, name), 2 if name.endswith("seqlen") else 1

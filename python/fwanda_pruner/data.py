@@ -21,7 +21,7 @@ from .errors import UserError
 SAMPLE = "sample"
 Purpose = Literal["calibration", "eval"]
 
-# Characters. A tokenizer takes some hundred bytes for each, so a document over _WHOLE (WikiText-2 has 1.3 M) is tokenised
+# Characters. A tokenizer takes some hundred bytes for each: a document over _WHOLE (WikiText-2 has 1.3 M) is tokenised
 # in pieces, cut behind a line break, which may change one token at the seam.
 _WHOLE = 2_000_000
 _PIECE = 200_000

@@ -189,9 +189,9 @@ def _prune_by_obs(
     weight = target.weight
     whole = weight.shape[1] - (weight.shape[1] % config.nm[1] if config.nm else 0)
     head = factor[:whole, :whole].contiguous()
-    before = weight.float()
+    before = weight.to(torch.float32, copy=True) if whole < weight.shape[1] else None
     fk.obs_prune_(weight[:, :whole], factor=head, row_weight=row_weight, **selection)
-    if whole < weight.shape[1]:
+    if before is not None:
         # the sweep's errors E satisfy E U_head = W_before - W_after; they move on to the dense tail
         change = before[:, :whole] - weight[:, :whole].float()
         errors = torch.linalg.solve_triangular(head, change, upper=True, left=False)

@@ -147,7 +147,7 @@ class _Run:
             warnings.warn(
                 f"{config.method} under {config.pattern} is exactly {plain}'s {config.pattern}: a factor for each row "
                 f"cancels inside a group",
-                stacklevel=3,
+                stacklevel=2,
             )
         self._check_given()
         if self.device.type == "cuda":

@@ -1,0 +1,212 @@
+"""The command line: what it writes, and one line with exit code 2 for every mistake."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from fwanda_pruner.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny saved model with its tokenizer, and two texts."""
+    path = tmp_path_factory.mktemp("cli")
+    model = tiny.llama()
+    model.save_pretrained(path / "model")
+    tiny.tokenizer().save_pretrained(path / "model")
+    (path / "calibration.txt").write_text(tiny.text(800))
+    (path / "eval.txt").write_text(tiny.text(300, seed=1))
+    (path / "short.txt").write_text(tiny.text(5))
+    (path / "empty.txt").write_text("")
+    return path
+
+
+def arguments(folder, out, *extra, method="wanda"):
+    return [
+        "prune", str(folder / "model"), "--method", method, "--calibration", str(folder / "calibration.txt"),
+        "--nsamples", "16", "--seqlen", "24", "--device", "cpu", "--output", str(out), *extra,
+    ]  # fmt: skip
+
+
+def test_prune_writes_a_folder_that_loads(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(arguments(folder, out, "--sparsity", "0.5", "--eval", str(folder / "eval.txt"))) == 0
+    facts = json.loads((out / "fwanda.json").read_text())
+    assert facts["sparsity"]["matrices"] == 0.5
+    assert facts["perplexity"]["windows"] == 300 // (24 - facts["bos"])
+    assert list(facts["seconds"])[0] == "load"
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert int((model.model.layers[0].mlp.up_proj.weight == 0).sum()) == 48 * 16
+    assert "saved" in capsys.readouterr().out
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+def test_eval_is_optional(folder, tmp_path):
+    assert main(arguments(folder, tmp_path / "out")) == 0
+    assert json.loads((tmp_path / "out" / "fwanda.json").read_text())["perplexity"] is None
+
+
+def test_calibrate_then_prune_at_two_sparsities_equals_pruning_directly(folder, tmp_path):
+    stats = tmp_path / "s.safetensors"
+    text = ["--calibration", str(folder / "calibration.txt"), "--nsamples", "16", "--seqlen", "24"]
+    assert main(["calibrate", str(folder / "model"), *text, "--output", str(stats)]) == 0
+    for sparsity in ("0.5", "0.7"):
+        settings = ("--allocation", "global", "--sparsity", sparsity)
+        assert main(arguments(folder, tmp_path / f"a{sparsity}", *settings, method="fwanda")) == 0
+        given = arguments(folder, tmp_path / f"b{sparsity}", *settings, "--statistics", str(stats), method="fwanda")
+        assert main(given) == 0
+        a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / f"{x}{sparsity}") for x in "ab")
+        assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_dry_run_lists_every_target_and_writes_nothing(folder, tmp_path, capsys):
+    assert main([*arguments(folder, tmp_path / "out", "--sparsity", "0.5"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("removes") == 14 and "model.layers.1.mlp.down_proj  [32, 48]  removes 768" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_puts_two_runs_in_one_table(folder, tmp_path, capsys):
+    for name, method in (("a", "wanda"), ("b", "magnitude")):
+        assert main(arguments(folder, tmp_path / name, "--eval", str(folder / "eval.txt"), method=method)) == 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b" / "fwanda.json")]) == 0
+    out = capsys.readouterr().out
+    assert "wanda" in out and "magnitude" in out and out.count("tokens ") == 1
+
+
+def test_eval_prints_perplexity_and_sparsity(folder, tmp_path, capsys):
+    assert main(arguments(folder, tmp_path / "out", "--eval", str(folder / "eval.txt"), "--bos", "none")) == 0
+    expected = json.loads((tmp_path / "out" / "fwanda.json").read_text())["perplexity"]
+    capsys.readouterr()
+    command = [
+        "eval",
+        str(tmp_path / "out"),
+        "--eval",
+        str(folder / "eval.txt"),
+        "--eval-seqlen",
+        "24",
+        "--bos",
+        "none",
+    ]
+    assert main(command) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["perplexity"] == pytest.approx(expected["pruned"], rel=1e-6)
+    assert facts["tokens_sha256"] == expected["tokens_sha256"] and facts["sparsity"]["matrices"] == 0.5
+
+
+def test_settings_from_a_file_are_overridden_by_flags(folder, tmp_path):
+    (tmp_path / "settings.yaml").write_text("method: magnitude\nsparsity: 0.3\n")
+    command = ["prune", str(folder / "model"), "--config", str(tmp_path / "settings.yaml"), "--sparsity", "0.4"]
+    assert main([*command, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+    config = json.loads((tmp_path / "out" / "fwanda.json").read_text())["config"]
+    assert (config["method"], config["sparsity"]) == ("magnitude", "0.4")
+
+
+MISTAKES = {
+    "unknown method": (["--method", "obd"], "--method must be one of magnitude, wanda"),
+    "sparsity of one": (["--sparsity", "1"], "--sparsity must be a decimal in [0, 1), got '1'"),
+    "negative sparsity": (["--sparsity=-0.1"], "--sparsity must be a decimal"),
+    "sparsity that is no number": (["--sparsity", "half"], "--sparsity must be a decimal"),
+    "conflicting pattern": (["--sparsity", "0.75", "--pattern", "2:4"], "contradicts --pattern 2:4"),
+    "pattern that is none": (["--pattern", "4:2"], "--pattern must be n:m"),
+    "columns not a multiple": (["--pattern", "2:5"], "q_proj has 32 columns, pattern 2:5 needs a multiple of 5"),
+    "allocation of another method": (["--allocation", "global"], "--allocation must be one of uniform"),
+    "missing calibration": (["--calibration", "nowhere.txt"], "nowhere.txt"),
+    "order without text": (["--method", "magnitude", "--order", "sequential"], "leave --order out"),
+    "flag that does not exist": (["--sparsty", "0.5"], "unrecognized arguments"),
+    "nsamples of none": (["--nsamples", "0"], "--nsamples must be an integer >= 1"),
+    "no cuda here": (["--device", "cuda"], "cuda"),
+    "statistics that are none": (["--statistics", "nowhere.safetensors"], "is not a statistics file"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_ends_in_one_line_and_writes_nothing(name, folder, tmp_path, capsys):
+    if name == "no cuda here" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    extra, expected = MISTAKES[name]
+    assert main(arguments(folder, tmp_path / "out", *extra)) == 2
+    check_one_line(capsys, expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def check_one_line(capsys, expected):
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("fwanda: error: ")]
+    assert len(lines) == 1 and expected in lines[0], error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("text", "expected"), [("empty.txt", "empty.txt"), ("short.txt", "short.txt has 5 tokens")])
+def test_text_that_is_too_short(text, expected, folder, tmp_path, capsys):
+    assert main(arguments(folder, tmp_path / "out", "--calibration", str(folder / text))) == 2
+    check_one_line(capsys, expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_that_is_not_empty_is_refused_unless_overwritten(folder, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    assert main(arguments(folder, tmp_path / "out")) == 2
+    check_one_line(capsys, "not empty")
+    assert (tmp_path / "out" / "mine").read_text() == "precious"
+    assert main(arguments(folder, tmp_path / "out", "--overwrite")) == 0
+    assert not (tmp_path / "out" / "mine").exists()
+
+
+def test_output_is_required(folder, capsys):
+    assert main(["prune", str(folder / "model")]) == 2
+    check_one_line(capsys, "--output DIR is required")
+
+
+def test_quantised_weights_are_refused(folder, tmp_path, capsys):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert main(["prune", str(tmp_path / "model"), "--output", str(tmp_path / "out")]) == 2
+    check_one_line(capsys, "quantised (gptq)")
+
+
+def test_nan_in_weights_is_refused(folder, tmp_path, capsys):
+    model = tiny.llama()
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    assert main(["prune", str(tmp_path / "model"), "--method", "magnitude", "--output", str(tmp_path / "out")]) == 2
+    check_one_line(capsys, "model.layers.0.mlp.up_proj.weight has NaN or inf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupt_ends_in_one_line(folder, tmp_path, capsys, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fwanda_pruner.pipeline.prune_targets", interrupt)
+    assert main(arguments(folder, tmp_path / "out")) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fwanda: interrupted")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["prune", "calibrate", "eval", "report", "demo", "doctor"])
+def test_help_of_every_command(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0 and "usage: fwanda" in capsys.readouterr().out
+
+
+def test_doctor_says_what_is_here(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch           {torch.__version__}" in out and "row_topk_mask" in out
+
+
+def test_the_command_exits_with_the_code(folder):
+    done = subprocess.run([sys.executable, "-m", "fwanda_pruner", "prune"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("fwanda: error: ")

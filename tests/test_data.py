@@ -1,0 +1,373 @@
+"""Text to token windows."""
+
+import hashlib
+import json
+import random
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_text import sentences, tiny_tokenizer
+
+from fwanda_pruner import data
+from fwanda_pruner.data import calibration_tokens, evaluation_tokens, load_documents, tokens_sha256
+from fwanda_pruner.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in sentences(200)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    """Stands in for datasets.load_dataset: splits by name, calls recorded."""
+    calls, splits = [], {}
+
+    def load_dataset(path, split, **options):
+        calls.append((path, split, options))
+        if split not in splits:
+            raise ValueError(f'Unknown split "{split}".\nShould be one of {list(splits)}.')
+        return datasets.Dataset.from_dict(splits[split])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    load_dataset.calls, load_dataset.splits = calls, splits
+    return load_dataset
+
+
+def plain(tokenizer, texts):
+    """All tokens of the texts without special tokens, one list."""
+    return [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def calibrate(source, tokenizer, **changes):
+    arguments = {"nsamples": 16, "seqlen": 8, "seed": 0, "bos": False} | changes
+    return calibration_tokens(source, tokenizer, **arguments)
+
+
+# Sources
+
+
+def test_txt_is_one_document_as_it_stands(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("  first\r\n\r\nzweite Zeile: ä\n".encode())
+    assert load_documents(str(path), purpose="eval") == ["  first\r\n\r\nzweite Zeile: ä\n"]
+
+
+def test_jsonl_gives_the_text_field_of_each_line_in_order(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "b\\u2028c", "url": 1}\n\n{"text": ""}\n{"text": "a"}', encoding="utf-8")
+    assert load_documents(str(path), purpose="calibration") == ["b\u2028c", "", "a"]
+
+
+@pytest.mark.parametrize("line", ['{"text": ', '{"txt": "a"}', '{"text": 3}', '["text"]'])
+def test_a_bad_jsonl_line_is_named(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a\.jsonl, line 3: ") as error:
+        load_documents(str(path), purpose="calibration")
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_gives_the_text_column(tmp_path):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"id": [1, 2], "text": ["one", "two"]}).to_parquet(path)
+    assert load_documents(str(path), purpose="calibration") == ["one", "two"]
+
+
+def test_parquet_without_text_or_with_a_null_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"body": ["one"]}).to_parquet(path)
+    with pytest.raises(UserError, match='no column "text"'):
+        load_documents(str(path), purpose="calibration")
+    datasets.Dataset.from_dict({"text": ["one", None]}).to_parquet(path)
+    with pytest.raises(UserError, match="row 2"):
+        load_documents(str(path), purpose="calibration")
+    path.write_bytes(b"not parquet")
+    with pytest.raises(UserError, match="not a parquet file"):
+        load_documents(str(path), purpose="calibration")
+
+
+@pytest.mark.parametrize("name", ["none.txt", "none.jsonl", "none.parquet", "none"])
+def test_a_missing_file_is_refused_without_asking_the_network(tmp_path, loader, name):
+    with pytest.raises(UserError, match="(?i)no such file"):
+        load_documents(str(tmp_path / name), purpose="calibration")
+    assert not loader.calls
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\n"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_an_empty_file_is_refused(tmp_path, content, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="no text"):
+        load_documents(str(path), purpose="calibration")
+
+
+def test_bytes_that_are_not_utf8_and_unknown_kinds_of_file_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "a.csv").write_text("text\na")
+    (tmp_path / "folder.txt").mkdir()
+    for name, message in [("a.txt", "not UTF-8"), ("a.csv", "unknown kind"), ("folder.txt", "cannot be read")]:
+        with pytest.raises(UserError, match=message):
+            load_documents(str(tmp_path / name), purpose="eval")
+
+
+def test_the_sample_is_split_into_disjoint_parts_that_cover_it():
+    from pydoc_data.topics import topics
+
+    calibration, held_out = (load_documents("sample", purpose=purpose) for purpose in ("calibration", "eval"))
+    assert held_out == [topics[name] for name in sorted(topics)[3::4]]
+    assert len(calibration) + len(held_out) == len(topics)
+    assert not set(calibration) & set(held_out)
+
+
+def test_wikitext2_is_train_rows_for_calibration_and_joined_test_rows_for_eval(loader):
+    loader.splits.update(train={"text": ["", " a \n", " b \n"]}, test={"text": [" c \n", "", " d \n"]})
+    assert list(load_documents("wikitext2", purpose="calibration")) == ["", " a \n", " b \n"]
+    assert load_documents("wikitext2", purpose="eval") == [" c \n\n\n\n\n d \n"]
+    name = {"name": "wikitext-2-raw-v1"}
+    assert loader.calls == [("Salesforce/wikitext", "train", name), ("Salesforce/wikitext", "test", name)]
+
+
+def test_c4_is_its_first_shard_and_refused_for_eval(loader):
+    loader.splits.update(train={"text": ["a"]})
+    assert list(load_documents("c4", purpose="calibration")) == ["a"]
+    assert loader.calls == [
+        ("allenai/c4", "train", {"data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}}),
+    ]
+    with pytest.raises(UserError, match="calibration source only"):
+        load_documents("c4", purpose="eval")
+
+
+def test_another_dataset_is_evaluated_on_validation_where_it_has_no_test_split(loader):
+    loader.splits.update(train={"text": ["a", None]}, validation={"text": ["b"]})
+    assert list(load_documents("some/set", purpose="calibration")) == ["a", ""]
+    assert list(load_documents("some/set", purpose="eval")) == ["b"]
+
+
+def test_a_dataset_without_text_column_is_refused(loader):
+    loader.splits.update(train={"text": [1], "body": ["a"]})
+    with pytest.raises(UserError, match="no text column"):
+        load_documents("some/set", purpose="calibration")
+
+
+def test_a_dataset_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch):
+    def offline(*_, **__):
+        raise ConnectionError("Couldn't reach the hub\n(retried 5 times)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    for source in ("c4", "wikitext2", "some/set"):
+        with pytest.raises(UserError, match=r"Couldn't reach the hub \(retried 5 times\).*'sample'") as error:
+            load_documents(source, purpose="calibration")
+        assert "\n" not in str(error.value)
+
+
+def test_a_missing_datasets_package_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        load_documents("wikitext2", purpose="calibration")
+
+
+# Calibration windows
+
+
+def test_windows_are_cut_from_the_concatenated_documents_and_drawn_without_replacement(jsonl, tokenizer):
+    stream = plain(tokenizer, sentences(200))
+    cut = [tuple(stream[i : i + 8]) for i in range(0, len(stream) - 7, 8)]
+    tokens = calibrate(jsonl, tokenizer, nsamples=len(cut))
+    assert tokens.dtype == torch.int64
+    assert sorted(map(tuple, tokens.tolist())) == sorted(cut)
+    assert list(map(tuple, tokens.tolist())) != cut
+
+
+def test_every_window_with_bos_is_bos_and_then_text(jsonl, tokenizer):
+    stream = plain(tokenizer, sentences(200))
+    cut = [(0, *stream[i : i + 7]) for i in range(0, len(stream) - 6, 7)]
+    tokens = calibrate(jsonl, tokenizer, nsamples=len(cut), bos=True)
+    assert sorted(map(tuple, tokens.tolist())) == sorted(cut)
+
+
+def test_the_draw_depends_on_the_seed_alone_and_leaves_global_random_states(jsonl, tokenizer):
+    before = torch.get_rng_state(), random.getstate()
+    first = calibrate(jsonl, tokenizer, seed=5)
+    torch.manual_seed(99)
+    middle = torch.get_rng_state()
+    assert torch.equal(first, calibrate(jsonl, tokenizer, seed=5))
+    assert torch.equal(middle, torch.get_rng_state())
+    assert random.getstate() == before[1]
+    assert not torch.equal(first, calibrate(jsonl, tokenizer, seed=6))
+
+
+def test_more_samples_than_windows_come_from_random_offsets_with_one_warning(tmp_path, tokenizer):
+    path = tmp_path / "a.txt"
+    text = "".join(sentences(3))
+    path.write_text(text, encoding="utf-8")
+    stream = plain(tokenizer, [text])
+    with pytest.warns(UserWarning, match="random offsets") as caught:
+        tokens = calibrate(str(path), tokenizer, nsamples=300)
+    assert len(caught) == 1 and tokens.shape == (300, 8)
+    inside = {tuple(stream[i : i + 8]) for i in range(len(stream) - 7)}
+    assert set(map(tuple, tokens.tolist())) == inside, "every offset, the last included, is drawn"
+
+
+@pytest.mark.parametrize(("nsamples", "count"), [(1, 1), (7, 1), (15, 1), (16, 0), (100, 0)])
+def test_fewer_than_16_samples_work_with_one_warning(jsonl, tokenizer, nsamples, count):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(calibrate(jsonl, tokenizer, nsamples=nsamples)) == nsamples
+    assert [("are few" in str(w.message)) for w in caught] == [True] * count
+
+
+def test_text_of_exactly_one_window_is_enough_and_a_token_less_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "a.txt"
+    path.write_text("the quick brown fox 1 2 3", encoding="utf-8")
+    count = len(plain(tokenizer, [path.read_text()]))
+    assert evaluation_tokens(str(path), tokenizer, seqlen=count, bos=False).shape == (1, count)
+    assert evaluation_tokens(str(path), tokenizer, seqlen=count + 1, bos=True).shape == (1, count + 1)
+    for use in (evaluation_tokens, lambda *a, **k: calibration_tokens(*a, **k, nsamples=16, seed=0)):
+        with pytest.raises(UserError, match=f"{count} tokens, one sequence needs {count + 1}"):
+            use(str(path), tokenizer, seqlen=count + 1, bos=False)
+
+
+def test_c4_takes_windows_of_single_documents_longer_than_the_window(loader, tokenizer):
+    texts = sentences(5, words=2) + sentences(5, words=30)
+    loader.splits.update(train={"text": texts})
+    tokens = calibrate("c4", tokenizer, nsamples=40, seqlen=16, seed=3)
+
+    generator, expected = random.Random(3), []
+    while len(expected) < 40:
+        while True:
+            ids = plain(tokenizer, [texts[generator.randint(0, len(texts) - 1)]])
+            if len(ids) > 16:
+                break
+        start = generator.randint(0, len(ids) - 16 - 1)
+        expected.append(ids[start : start + 16])
+    assert tokens.tolist() == expected
+
+
+def test_c4_without_a_long_document_ends_with_an_error(loader, tokenizer):
+    loader.splits.update(train={"text": sentences(20)})
+    with pytest.raises(UserError, match="none of 20 documents is longer than 500 tokens"):
+        calibrate("c4", tokenizer, seqlen=500)
+
+
+# Evaluation windows
+
+
+def test_evaluation_windows_are_consecutive_and_the_tail_is_dropped(tmp_path, tokenizer):
+    path = tmp_path / "a.txt"
+    text = "".join(sentences(20))
+    path.write_text(text, encoding="utf-8")
+    stream = plain(tokenizer, [text])
+    tokens = evaluation_tokens(str(path), tokenizer, seqlen=11, bos=False)
+    assert len(stream) % 11 and tokens.flatten().tolist() == stream[: len(stream) // 11 * 11]
+    with_bos = evaluation_tokens(str(path), tokenizer, seqlen=12, bos=True)
+    assert torch.equal(with_bos[:, 1:], tokens) and (with_bos[:, 0] == 0).all()
+
+
+def test_the_first_windows_are_kept_and_no_more_text_is_tokenised_than_they_need(jsonl, tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "_PIECE", 100)
+    whole = evaluation_tokens(jsonl, tokenizer, seqlen=8, bos=False)
+    encode, seen = data._encode, []
+    monkeypatch.setattr(data, "_encode", lambda tok, texts: seen.extend(texts) or encode(tok, texts))
+    assert torch.equal(evaluation_tokens(jsonl, tokenizer, seqlen=8, bos=False, windows=3), whole[:3])
+    assert 0 < len(seen) < 10
+    assert torch.equal(evaluation_tokens(jsonl, tokenizer, seqlen=8, bos=False, windows=10**6), whole)
+
+
+def test_a_long_document_is_tokenised_in_bounded_pieces_with_nothing_lost(tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "_WHOLE", 1000)
+    monkeypatch.setattr(data, "_PIECE", 500)
+    lines, solid = "".join(sentences(100)), "x" * 1201
+    pieces = list(data._pieces([lines, "short", "", solid]))
+    assert "".join(pieces) == lines + "short" + solid
+    assert max(map(len, pieces)) <= 500
+    cut = pieces[: pieces.index("short")]
+    assert len(cut) > 5 and all(piece.endswith("\n") for piece in cut)
+    assert data._token_stream([lines], tokenizer).tolist() == plain(tokenizer, [lines])
+
+
+def test_documents_are_passed_over_once(tokenizer):
+    once = iter(sentences(10))
+    assert data._token_stream(once, tokenizer).tolist() == plain(tokenizer, sentences(10))
+
+
+# Token tensors, numbers, hashes
+
+
+def test_a_tensor_is_used_as_it_stands():
+    tokens = torch.arange(160, dtype=torch.int32).view(20, 8)
+    for bos in (False, True):
+        got = calibrate(tokens, None, nsamples=3, bos=bos)
+        assert got.dtype == torch.int64 and torch.equal(got, tokens.long())
+        assert torch.equal(evaluation_tokens(tokens, None, seqlen=8, bos=bos, windows=5), tokens[:5].long())
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        torch.zeros(2, 7).long(),
+        torch.zeros(8).long(),
+        torch.zeros(2, 8),
+        torch.zeros(2, 8).bool(),
+        torch.zeros(0, 8).int(),
+    ],
+    ids=["length", "1-D", "float", "bool", "empty"],
+)
+def test_a_tensor_of_another_shape_or_dtype_is_refused(tokens):
+    for use in (calibrate, lambda *a: evaluation_tokens(*a, seqlen=8, bos=False)):
+        with pytest.raises(UserError, match="tokens must be integer"):
+            use(tokens, None)
+
+
+def test_negative_ids_are_refused():
+    with pytest.raises(UserError, match="negative, got -1"):
+        calibrate(torch.full((16, 8), -1), None)
+
+
+@pytest.mark.parametrize("changes", [{"nsamples": 0}, {"seqlen": 1}, {"seqlen": 8.0}, {"nsamples": True}])
+def test_bad_numbers_are_refused_before_the_source_is_read(changes, tokenizer):
+    with pytest.raises(UserError, match=f"{next(iter(changes))} must be an integer"):
+        calibrate("missing.txt", tokenizer, **changes)
+
+
+def test_bos_without_a_bos_token_and_text_without_a_tokenizer_are_refused(jsonl, tokenizer):
+    class NoBos:
+        bos_token_id = None
+
+    with pytest.raises(UserError, match="no BOS"):
+        calibrate(jsonl, NoBos(), bos=True)
+    with pytest.raises(UserError, match="needs a tokenizer"):
+        calibrate(jsonl, None)
+
+
+def test_the_hash_is_that_of_little_endian_int64_rows_whatever_dtype_and_strides():
+    tokens = torch.tensor([[1, 2], [3, 258]])
+    expected = hashlib.sha256(b"".join(i.to_bytes(8, "little") for i in (1, 2, 3, 258))).hexdigest()
+    assert tokens_sha256(tokens) == tokens_sha256(tokens.int()) == tokens_sha256(tokens.T.contiguous().T) == expected
+    assert tokens_sha256(tokens.T) != expected
+
+
+def test_a_tokenizer_with_a_length_limit_neither_truncates_nor_warns(tmp_path, caplog):
+    tokenizer = tiny_tokenizer()
+    path = Path(tmp_path / "a.txt")
+    path.write_text("".join(sentences(50)), encoding="utf-8")
+    full = len(plain(tokenizer, [path.read_text()]))
+    limit, tokenizer.model_max_length = tokenizer.model_max_length, 16
+    try:
+        tokens = evaluation_tokens(str(path), tokenizer, seqlen=full, bos=False)
+    finally:
+        tokenizer.model_max_length = limit
+    assert tokens.shape == (1, full) and "longer than" not in caplog.text

@@ -1,0 +1,179 @@
+"""Perplexity, BOS choice, dense check, audit."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers_text import tiny_llama
+from safetensors.torch import save_file
+
+from fwanda_pruner import evaluate
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.evaluate import audit, check_dense, choose_bos, perplexity
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def tokens_of(samples, length, seed=1):
+    return torch.randint(1, 300, (samples, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def losses(model, ids):
+    """Loss of each target ids[1:] of one sequence, in fp64."""
+    log_p = model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
+    return torch.stack([-log_p[i, ids[i + 1]] for i in range(len(ids) - 1)])
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 256])
+def test_perplexity_is_exp_of_the_mean_loss_of_all_targets(model, monkeypatch, chunk):
+    monkeypatch.setattr(evaluate, "_CHUNK", chunk)
+    tokens = tokens_of(3, 12)
+    expected = math.exp(torch.cat([losses(model, row) for row in tokens]).mean())
+    assert perplexity(model, tokens, progress=False) == pytest.approx(expected, rel=1e-5)
+    assert perplexity(model, tokens.int(), progress=False) == pytest.approx(expected, rel=1e-5)
+
+
+def test_perplexity_of_a_bf16_model_computes_its_loss_in_fp32():
+    model = tiny_llama().bfloat16()
+    tokens = tokens_of(2, 32)
+    expected = math.exp(torch.cat([losses(model, row) for row in tokens]).mean())
+    assert perplexity(model, tokens, progress=False) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_perplexity_evaluates_without_dropout_cache_or_gradients_and_puts_the_mode_back(training):
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    tokens = tokens_of(2, 12)
+    expected = perplexity(model, tokens, progress=False)
+    seen = []
+    model.train(training)
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append((m.training, torch.is_grad_enabled(), kwargs["use_cache"])),
+        with_kwargs=True,
+    )
+    assert perplexity(model, tokens, progress=False) == expected
+    assert seen == [(False, False, False)] * 2
+    assert model.training is training and torch.is_grad_enabled()
+
+
+def test_perplexity_runs_one_window_at_a_time_and_shows_its_label(model, capsys):
+    perplexity(model, tokens_of(2, 4), label="dense perplexity")
+    assert "dense perplexity: 100%" in capsys.readouterr().err
+    perplexity(model, tokens_of(2, 4), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_perplexity_that_overflows_is_inf_and_of_nan_logits_nan():
+    model = tiny_llama()
+    model.lm_head.weight.data *= 1e6
+    assert perplexity(model, tokens_of(1, 8), progress=False) == math.inf
+    model.lm_head.weight.data[3] = math.nan
+    assert math.isnan(perplexity(model, tokens_of(1, 8), progress=False))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([[1, 300]]), r"token ids must be in \[0, 300\)"),
+        (torch.tensor([[1, -1]]), "token ids"),
+        (torch.tensor([1, 2]), "tokens must be integer"),
+        (torch.tensor([[1.0, 2.0]]), "tokens must be integer"),
+        (torch.tensor([[1]]), "tokens must be integer"),
+    ],
+)
+def test_perplexity_refuses_tokens_the_model_cannot_take(model, tokens, message):
+    with pytest.raises(UserError, match=message):
+        perplexity(model, tokens, progress=False)
+
+
+def test_choose_bos_compares_the_losses_of_the_same_targets(model):
+    tokenizer, answers = SimpleNamespace(bos_token_id=0), set()
+    for window in tokens_of(24, 8):
+        without = losses(model, window[:-1])
+        with_bos = losses(model, torch.cat([torch.tensor([0]), window[:-1]]))[1:]
+        assert len(with_bos) == len(without) == 6
+        answers.add(better := bool(with_bos.sum() < without.sum()))
+        assert choose_bos(model, tokenizer, window) is better
+    assert answers == {False, True}
+
+
+def test_choose_bos_never_feeds_more_tokens_than_the_window_has(model):
+    lengths = []
+    handle = model.register_forward_pre_hook(
+        lambda m, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    choose_bos(model, SimpleNamespace(bos_token_id=0), tokens_of(1, 8)[0])
+    handle.remove()
+    assert sorted(lengths) == [7, 8]
+
+
+def test_choose_bos_is_no_without_a_bos_token_or_with_nan_losses(model):
+    window = tokens_of(1, 8)[0]
+    assert choose_bos(None, SimpleNamespace(bos_token_id=None), window) is False
+    broken = tiny_llama()
+    broken.lm_head.weight.data[0] = math.nan
+    assert choose_bos(broken, SimpleNamespace(bos_token_id=0), window) is False
+
+
+def test_check_dense_is_silent_below_a_tenth_of_the_vocabulary_and_warns_from_there_in_one_line():
+    assert check_dense(19.92, 49152) is None
+    assert check_dense(4915.1, 49152) is None
+    warning = check_dense(4915.2, 49152)
+    assert "4915.2" in warning and "49152" in warning and "\n" not in warning
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_check_dense_refuses_what_is_not_finite(value):
+    with pytest.raises(UserError, match=f"perplexity {value}"):
+        check_dense(value, 49152)
+
+
+WEIGHTS = {
+    "a.weight": torch.tensor([[0.0, -0.0, 1.0], [2.0, 0.0, 1e-40]]),
+    "a.bias": torch.zeros(2),
+    "b.c.weight": torch.tensor([[0, 3]], dtype=torch.bfloat16),
+}
+COUNTS = {"b.c": (1, 2), "a": (3, 6)}
+
+
+def test_audit_counts_zeros_in_a_single_file(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    counts = audit(tmp_path, ["b.c", "a"])
+    assert counts == COUNTS and list(counts) == ["b.c", "a"]
+
+
+def test_audit_counts_zeros_over_shards(tmp_path):
+    weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(WEIGHTS)}
+    for name, file in weight_map.items():
+        save_file({name: WEIGHTS[name]}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert audit(tmp_path, ["b.c", "a"]) == COUNTS
+
+
+def test_audit_reads_what_save_pretrained_writes(tmp_path, model):
+    model.save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.down_proj"
+    assert audit(tmp_path, [name]) == {name: (0, 32 * 64)}
+
+
+def test_audit_names_what_is_missing_or_broken(tmp_path):
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        audit(tmp_path, ["a"])
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"no tensor d\.weight"):
+        audit(tmp_path, ["a", "d"])
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(UserError, match="cannot be read"):
+        audit(tmp_path, ["a"])
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a.weight": "gone.safetensors"}}')
+    with pytest.raises(UserError, match=r"gone\.safetensors"):
+        audit(tmp_path, ["a"])

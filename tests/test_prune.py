@@ -1,0 +1,242 @@
+"""prune(): every method and allocation removes exactly what was asked, and the report says what the files hold."""
+
+import json
+from fractions import Fraction
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fwanda_pruner
+from fwanda_pruner import PruneConfig, UserError
+from fwanda_pruner.config import ALLOCATIONS
+from fwanda_pruner.evaluate import audit
+from fwanda_pruner.model import find_targets
+
+TOKENS = tiny.tokens(5, 24)
+ORDERS = ("onepass", "sequential")
+EVERY = [(m, a, o) for m, allowed in ALLOCATIONS.items() for a in allowed for o in ORDERS[: 1 + (m != "magnitude")]]
+
+
+def prune(model, **settings):
+    return fwanda_pruner.prune(model, calibration=TOKENS, progress=False, **settings)
+
+
+def zeros(model):
+    return {t.name: int((t.weight == 0).sum()) for t in find_targets(model)[0]}
+
+
+@pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
+@pytest.mark.parametrize("sparsity", ["0.5", "0.7"])
+def test_exact_counts(method, allocation, sparsity, order):
+    model = tiny.llama()
+    embedding = model.model.embed_tokens.weight.clone()
+    report = prune(model, method=method, allocation=allocation, sparsity=sparsity, order=order)
+    found = zeros(model)
+    share, total, removed = Fraction(sparsity), 0, 0
+    for row in report.matrices:
+        rows, cols = row.shape
+        assert found[row.name] == rows * cols - row.kept + row.kept_zero
+        assert row.kept_zero == 0 and row.asked == row.kept
+        if allocation == "uniform" and method in ("wanda", "fwanda"):
+            assert row.kept == rows * (cols - int(share * cols))
+        elif allocation != "global":
+            assert row.kept == rows * cols - int(share * rows * cols)
+        total, removed = total + rows * cols, removed + rows * cols - row.kept
+    if allocation == "global":
+        assert removed == int(share * total)
+    assert len(report.matrices) == 14
+    assert torch.equal(embedding, model.model.embed_tokens.weight)
+    assert report.sparsity["matrices"] == removed / total
+    assert report.sparsity["model"] == removed / sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("method", "order"), sorted({(m, o) for m, _, o in EVERY}))
+@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
+def test_every_group_of_a_pattern_keeps_n(method, pattern, order):
+    model = tiny.llama()
+    with pytest.warns(UserWarning) if method.startswith("f") else pytest.MonkeyPatch.context():
+        report = prune(model, method=method, pattern=pattern, order=order)
+    n, m = map(int, pattern.split(":"))
+    for target in find_targets(model)[0]:
+        rows, cols = target.weight.shape
+        assert ((target.weight != 0).reshape(rows, cols // m, m).sum(2) == n).all(), target.name
+    assert report.sparsity["asked"] == report.sparsity["matrices"] == 1 - n / m
+
+
+@pytest.mark.parametrize("pair", [("fwanda", "wanda"), ("fsparsegpt", "sparsegpt")])
+def test_fisher_methods_are_the_plain_ones_under_a_pattern_and_say_so(pair):
+    fisher, plain = tiny.llama(), tiny.llama()
+    with pytest.warns(UserWarning, match=f"exactly {pair[1]}'s 2:4"):
+        report = prune(fisher, method=pair[0], pattern="2:4")
+    prune(plain, method=pair[1], pattern="2:4")
+    assert all(torch.equal(a, b) for a, b in zip(fisher.parameters(), plain.parameters(), strict=True))
+    assert any("exactly" in line for line in report.warnings)
+
+
+@pytest.mark.parametrize("method", ["wanda", "magnitude", "sparsegpt"])
+def test_nm_tail_dense_leaves_the_last_columns_and_counts_exactly(method):
+    model = tiny.llama(intermediate_size=46)
+    dense = {t.name: t.weight.clone() for t in find_targets(model)[0]}
+    with pytest.raises(UserError, match="down_proj has 46 columns, pattern 2:4 needs a multiple of 4"):
+        prune(tiny.llama(intermediate_size=46), method=method, pattern="2:4")
+    report = prune(model, method=method, pattern="2:4", nm_tail="dense")
+    for row, target in zip(report.matrices, find_targets(model)[0], strict=True):
+        rows, cols = row.shape
+        assert row.asked == rows * (cols // 4 * 2 + cols % 4)
+        assert int((target.weight == 0).sum()) == rows * cols - row.asked
+        if cols % 4 and method != "sparsegpt":
+            assert torch.equal(target.weight[:, -2:], dense[target.name][:, -2:])
+
+
+def test_sparsegpt_updates_the_dense_tail_of_a_pattern_to_lower_the_error():
+    """With the head fixed, the tail minimises the damped output error: its gradient there vanishes."""
+    from fwanda_kernels import obs_factor
+    from fwanda_pruner.methods import _prune_by_obs
+    from fwanda_pruner.model import Target
+
+    torch.manual_seed(1)
+    module = torch.nn.Linear(10, 6, bias=False)
+    before = module.weight.detach().clone()
+    x = torch.randn(64, 10)
+    hessian = x.T @ x
+    factor, _ = obs_factor(hessian)
+    config = PruneConfig(method="sparsegpt", pattern="2:4", nm_tail="dense").resolved()
+    _prune_by_obs(config, Target("m", 0, module), factor, {"pattern": (2, 4)}, None)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(10)
+    gradient = ((module.weight.detach() - before) @ damped)[:, 8:]
+    assert gradient.abs().max() < 1e-3 * (before @ damped).abs().max()
+    assert not torch.equal(module.weight[:, 8:], before[:, 8:])
+
+
+@pytest.mark.parametrize("settings", [{"method": "wanda"}, {"method": "fwanda", "allocation": "global"}])
+def test_saved_statistics_give_the_same_masks(settings, tmp_path):
+    direct, later = tiny.llama(), tiny.llama()
+    prune(direct, sparsity=0.6, **settings)
+    statistics = fwanda_pruner.collect(later, config=PruneConfig(), calibration=TOKENS, progress=False)
+    statistics.save(tmp_path / "s.safetensors")
+    loaded = fwanda_pruner.Statistics.load(tmp_path / "s.safetensors")
+    report = fwanda_pruner.prune(later, statistics=loaded, sparsity=0.6, progress=False, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(direct.parameters(), later.parameters(), strict=True))
+    assert report.config["order"] == "onepass" and report.tokens_sha256 == loaded.tokens_sha256 is not None
+
+
+def test_statistics_of_another_model_are_refused():
+    statistics = fwanda_pruner.collect(tiny.llama(), config=PruneConfig(), calibration=TOKENS, progress=False)
+    with pytest.raises(UserError, match="they are of another model"):
+        fwanda_pruner.prune(tiny.llama(hidden_size=64), statistics=statistics, method="wanda", progress=False)
+
+
+def test_nan_in_a_weight_is_named():
+    model = tiny.llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(UserError, match=r"model.layers.1.mlp.up_proj.weight has NaN or inf"):
+        prune(model, method="magnitude")
+
+
+def test_nan_in_statistics_is_named():
+    model = tiny.llama()
+    model.model.norm.weight.data[0] = float("inf")
+    with pytest.raises(UserError, match=r"\.g2 has NaN or inf"):
+        prune(model, method="fwanda")
+
+
+def test_weights_that_were_zero_count_as_kept_zero():
+    model = tiny.llama()
+    weight = model.model.layers[0].mlp.up_proj.weight.data
+    weight[:, :20] = 0
+    report = prune(model, method="wanda", sparsity=0.5)
+    row = next(r for r in report.matrices if r.name == "model.layers.0.mlp.up_proj")
+    assert row.kept == weight.numel() // 2 and row.kept_zero == 4 * weight.shape[0]
+    assert int((weight == 0).sum()) == weight.numel() - row.kept + row.kept_zero
+
+
+def test_a_dead_input_and_fewer_tokens_than_columns_still_prune():
+    model = tiny.llama()
+    model.model.embed_tokens.weight.data[:, 7] = 0
+    model.model.layers[0].input_layernorm.weight.data[7] = 0
+    report = fwanda_pruner.prune(model, method="sparsegpt", sparsity=0.5, calibration=tiny.tokens(1, 8), progress=False)
+    assert all(row.kept == row.shape[0] * row.shape[1] // 2 for row in report.matrices)
+    assert torch.isfinite(model(TOKENS[:1]).logits).all()
+
+
+def test_perplexity_of_dense_and_pruned_with_its_protocol():
+    model = tiny.llama()
+    tokens = tiny.tokens(3, 16, seed=9)
+    report = fwanda_pruner.prune(model, method="wanda", sparsity=0.9, calibration=TOKENS, eval=tokens, progress=False)
+    facts = report.to_dict()["perplexity"]
+    assert (facts["seqlen"], facts["windows"]) == (16, 3)
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert facts["pruned"] == pytest.approx(float(loss.exp()), rel=1e-5)
+    assert facts["dense"] != facts["pruned"]
+
+
+def test_the_report_has_the_stable_keys_and_is_json(tmp_path):
+    model, tokenizer = tiny.llama(), tiny.tokenizer()
+    text = tmp_path / "text.txt"
+    text.write_text(tiny.text(800))
+    report = fwanda_pruner.prune(
+        model, tokenizer, method="fwanda", calibration=str(text), eval=str(text), nsamples=16, seqlen=24, progress=False
+    )
+    facts = json.loads(json.dumps(report.to_dict()))
+    assert {
+        "perplexity",
+        "sparsity",
+        "matrices",
+        "seconds",
+        "peak_memory_bytes",
+        "energy",
+        "versions",
+        "config",
+    } <= set(facts)
+    assert set(facts["sparsity"]) == {"asked", "matrices", "model"}
+    assert {"dense", "pruned", "seqlen", "windows", "tokens_sha256"} <= set(facts["perplexity"])
+    assert {"name", "shape", "asked", "kept", "kept_zero", "skipped"} <= set(facts["matrices"][0])
+    assert facts["energy"].startswith("not measured") and facts["peak_memory_bytes"] > 0
+    assert facts["config"]["allocation"] == "row" and facts["config"]["power"] == 0.5
+    assert len(facts["tokens_sha256"]) == 64 and isinstance(facts["bos"], bool)
+    assert set(facts["seconds"]) == {"text", "eval_dense", "calibrate", "prune", "eval_pruned"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_reloaded_model_gives_equal_logits_and_the_reported_zeros(tmp_path, dtype, tied):
+    model, tokenizer = tiny.llama(dtype=dtype, tie_word_embeddings=tied), tiny.tokenizer()
+    report = prune(model, method="sparsegpt", sparsity=0.5)
+    fwanda_pruner.save_pruned(model, tokenizer, report, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w9").input_ids == tokenizer("w5 w9").input_ids
+    counts = audit(tmp_path / "out", [row.name for row in report.matrices])
+    assert all(counts[r.name][0] == r.numel - r.kept + r.kept_zero for r in report.matrices)
+
+
+def test_runs_are_deterministic():
+    first, second = tiny.llama(), tiny.llama()
+    for model in (first, second):
+        prune(model, method="fsparsegpt", allocation="global", sparsity=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_the_model_keeps_its_mode_and_flags():
+    model = tiny.llama().train()
+    prune(model, method="fwanda", allocation="global")
+    assert model.training and all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_memory_does_not_follow_max_position_embeddings():
+    assert tiny.llama().config.max_position_embeddings == 131072
+    report = prune(tiny.llama(), method="sparsegpt")
+    assert report.peak_memory_bytes < 4 * 2**30
+
+
+@pytest.mark.parametrize("nsamples", [1, 7, 300])
+def test_any_number_of_samples(nsamples):
+    report = fwanda_pruner.prune(
+        tiny.llama(blocks=1), method="wanda", calibration=tiny.tokens(nsamples, 8), progress=False
+    )
+    assert report.sparsity["matrices"] == 0.5
