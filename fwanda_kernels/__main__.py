@@ -19,6 +19,9 @@ def describe() -> str:
     for name in backends():
         lines.append(name)
         for where, table in explain(name).items():
+            if len(set(table.values())) == 1:
+                lines.append(f"  {where:5} {next(iter(table.values()))}")
+                continue
             lines.append(f"  {where:5} " + "; ".join(f"{backend}: {status}" for backend, status in table.items()))
     return "\n".join(lines)
 

@@ -60,10 +60,10 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         return self._statistics[name]
 
     def __iter__(self):
-        return iter(self._modules)
+        return iter(self._statistics)
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._statistics)
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -93,10 +93,11 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             mask = self._check_mask(name, x)
             layer = self._statistics.get(name)
             if layer is None:
-                layer = LayerStatistics(
-                    torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device),
-                    torch.zeros(output.shape[-1], dtype=torch.float32, device=output.device),
-                )
+                with torch.inference_mode(False):  # so that later passes may add to them outside inference mode
+                    layer = LayerStatistics(
+                        torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device),
+                        torch.zeros(output.shape[-1], dtype=torch.float32, device=output.device),
+                    )
                 self._statistics[name] = layer
             if not _recomputing():
                 layer.x2 += self._squared_sums(x, mask)
@@ -120,7 +121,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
     def _squared_sums(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """[C] sums of one input; the last one is kept, so that modules called with the same tensor share it."""
         version = None if x.is_inference() else x._version
-        if self._last_input is not None:
+        if self._last_input is not None and version is not None:  # no version: cannot tell whether x changed
             last, last_version, last_mask, sums = self._last_input
             if last is x and last_version == version and last_mask is self._token_mask:
                 return sums

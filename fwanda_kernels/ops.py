@@ -281,7 +281,7 @@ def select_threshold(
 _obs_factor = define(
     "obs_factor(Tensor hessian, float damping) -> (Tensor, Tensor)",
     family="obs",
-    fake=lambda hessian, damping: (torch.empty_like(hessian), hessian.new_empty([], dtype=torch.int32)),
+    fake=lambda hessian, damping: (hessian.new_empty(hessian.shape), hessian.new_empty([], dtype=torch.int32)),
 )
 
 
@@ -316,6 +316,15 @@ def _expect_hessian(op: str, hessian: Tensor) -> None:
         got = _describe(hessian.shape, (hessian.dtype,), hessian.device)
         raise ValueError(f"{op}: hessian must be [C, C] float32, got {got}")
     _expect(op, "hessian", hessian, (hessian.shape[0], hessian.shape[0]), FP32, hessian)
+
+
+def _expect_sparsity(op: str, sparsity: float | Fraction | str) -> None:
+    try:
+        valid = 0 <= Fraction(str(sparsity)) <= 1
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"{op}: sparsity must be in [0, 1], got {sparsity}")
 
 
 _obs_prune_ = define(
@@ -373,8 +382,8 @@ def obs_prune_(
     chosen = [name for name, value in choices if value is not None]
     if len(chosen) != 1:
         raise ValueError(f"{op}: exactly one of sparsity, keep, mask and pattern must be given, got {chosen or 'none'}")
-    if sparsity is not None and not 0 <= float(sparsity) <= 1:
-        raise ValueError(f"{op}: sparsity must be in [0, 1], got {sparsity}")
+    if sparsity is not None:
+        _expect_sparsity(op, sparsity)
     if keep is not None:
         _expect(op, "keep", keep, [rows], INT64, weight)
     if mask is not None:

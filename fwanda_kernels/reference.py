@@ -58,7 +58,7 @@ def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> N
 
 def _token_chunks(x: Tensor, token_mask: Tensor | None):
     """[t, C] pieces of x with masked tokens zeroed, so that no copy of the whole input is made."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2)
     kept = None if token_mask is None else token_mask.reshape(-1, 1)
     for a in range(0, rows.shape[0], _CHUNK_TOKENS):
         piece = rows[a : a + _CHUNK_TOKENS]
@@ -68,11 +68,11 @@ def _token_chunks(x: Tensor, token_mask: Tensor | None):
 # select
 
 
-def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
+def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None, op: str = "row_topk_mask") -> Tensor:
     rows, cols = weight.shape
     out_of_range = ((keep < 0) | (keep > cols)).any()
     checks = (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)), (BAD_KEEP, out_of_range)
-    _report("row_topk_mask", bad, *checks)
+    _report(op, bad, *checks)
     order = torch.argsort(weight.float().abs() * scale, dim=1, stable=True)
     rank = torch.arange(cols, device=weight.device).expand(rows, cols)
     kept_in_order = rank >= cols - keep.clamp(0, cols)[:, None]
@@ -82,20 +82,21 @@ def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | Non
 
 
 def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
-    weight.masked_fill_(~row_topk_mask(weight, scale, keep, bad), 0)
+    weight.masked_fill_(~row_topk_mask(weight, scale, keep, bad, "row_topk_prune_"), 0)
 
 
-def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
+def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None, op: str = "nm_mask") -> Tensor:
     rows, cols = weight.shape
-    _report("nm_mask", bad, (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)))
+    _report(op, bad, (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)))
     groups = (weight.float().abs() * scale).view(rows, cols // m, m)
     order = torch.argsort(groups, dim=2, stable=True)
     kept_in_order = (torch.arange(m, device=weight.device) >= m - n).expand_as(order)
-    return torch.empty_like(order, dtype=torch.bool).scatter_(2, order, kept_in_order).view(rows, cols)
+    mask = torch.empty_like(order, dtype=torch.bool, memory_format=torch.contiguous_format)
+    return mask.scatter_(2, order, kept_in_order).view(rows, cols)
 
 
 def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
-    weight.masked_fill_(~nm_mask(weight, scale, n, m, bad), 0)
+    weight.masked_fill_(~nm_mask(weight, scale, n, m, bad, "nm_prune_"), 0)
 
 
 def select_threshold(
@@ -170,8 +171,13 @@ def obs_prune_(
     block: int,
     damping: float,
 ) -> None:
-    if weight.device.type == "cpu" and _bad_weight(weight):
-        raise ValueError(bad_message("obs_prune_", BAD_WEIGHT))
+    if weight.device.type == "cpu":
+        if keep is not None and ((keep < 0) | (keep > weight.shape[1])).any():
+            raise ValueError(bad_message("obs_prune_", BAD_KEEP))
+        if row_weight is not None and _bad_scale(row_weight):
+            raise ValueError("obs_prune_: row_weight must be finite and >= 0")
+        if _bad_weight(weight):
+            raise ValueError(bad_message("obs_prune_", BAD_WEIGHT))
     if factor is None:
         factor, info = obs_factor(hessian, damping)
         if int(info):

@@ -242,18 +242,19 @@ def test_text_of_exactly_one_window_is_enough_and_a_token_less_is_refused(tmp_pa
 
 
 def test_c4_takes_windows_of_single_documents_longer_than_the_window(loader, tokenizer):
-    texts = sentences(5, words=2) + sentences(5, words=30)
+    texts = sentences(5, words=2) + sentences(5, words=20) + sentences(5, words=30)
+    length = len(plain(tokenizer, texts[6:7]))
     loader.splits.update(train={"text": texts})
-    tokens = calibrate("c4", tokenizer, nsamples=40, seqlen=16, seed=3)
+    tokens = calibrate("c4", tokenizer, nsamples=40, seqlen=length, seed=3)
 
     generator, expected = random.Random(3), []
     while len(expected) < 40:
         while True:
             ids = plain(tokenizer, [texts[generator.randint(0, len(texts) - 1)]])
-            if len(ids) > 16:
+            if len(ids) > length:
                 break
-        start = generator.randint(0, len(ids) - 16 - 1)
-        expected.append(ids[start : start + 16])
+        start = generator.randint(0, len(ids) - length - 1)
+        expected.append(ids[start : start + length])
     assert tokens.tolist() == expected
 
 

@@ -62,7 +62,7 @@ def _cases() -> Iterator[tuple]:
         yield f"sample {name}", threshold._sample_kernel, types, constants, 4
         for final in (False, True):
             types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
-            constants = {"FINAL": final, "ALIGNED": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
+            constants = {"FINAL": final, "DENSE": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
             yield f"count {name} final={final}", threshold._count_kernel, types, constants, threshold.WARPS
     types = ["*fp32", "*fp32", "i32", "i32", 1]
     yield "add_slabs", stats._add_slabs_kernel, types, {"BLOCK_S": stats.MAX_SLABS, "BLOCK_C": 32}, 4
@@ -76,7 +76,7 @@ def _compile(arch: int, kernel, types: list, constants: dict, warps: int) -> tup
     # as at run time: pointers, and sizes and strides that are multiples of 16
     hints = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] != "constexpr"}
     source = ASTSource(kernel, signature, constexprs, hints)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "enable_fp_fusion": False})
     return _resources(binary.asm["cubin"])
 
 

@@ -77,8 +77,9 @@ def check_values(op: str, weight: Tensor, scale: Tensor, keep: Tensor | None = N
     block = min(4096, max(128, triton.next_power_of_2(cols)))
     with on_device(weight):
         _check_kernel[(rows,)](
-            weight, scale, keep, bad, rows, cols, *weight.stride(), KEEP=keep is not None, BLOCK=block
-        )
+            weight, scale, keep, bad, rows, cols, *weight.stride(),
+            KEEP=keep is not None, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     raise_if_bad(op, bad)
 
 

@@ -193,7 +193,7 @@ def _launch(weight: Tensor, scale: Tensor, keep: Tensor, out: Tensor, bad: Tenso
     with on_device(weight):
         _row_topk_kernel[(rows,)](
             weight, scale, keep, out, bad, cols, *weight.stride(), *out.stride(),
-            A=a, B=b, REST=rest, PRUNE=prune, num_warps=warps,
+            A=a, B=b, REST=rest, PRUNE=prune, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 

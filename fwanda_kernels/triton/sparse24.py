@@ -76,7 +76,7 @@ def _launch(weight: Tensor, scale: Tensor, out: Tensor, n: int, m: int, bad: Ten
     with on_device(weight):
         _nm_kernel[(triton.cdiv(rows, block_r), triton.cdiv(cols, block_g * m))](
             weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(), n,
-            M=m, M2=m2, BLOCK_R=block_r, BLOCK_G=block_g, PRUNE=prune, num_warps=WARPS,
+            M=m, M2=m2, BLOCK_R=block_r, BLOCK_G=block_g, PRUNE=prune, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 

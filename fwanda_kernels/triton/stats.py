@@ -66,9 +66,10 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> No
     with on_device(x):
         _sq_sums_kernel[(triton.cdiv(cols, BLOCK_C), slabs)](
             x, counted, partial, tokens, cols, *x.stride(), slab,
-            MASKED=counted is not None, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS,
+            MASKED=counted is not None, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         _add_slabs_kernel[(triton.cdiv(cols, 32),)](
-            partial, acc, slabs, cols, acc.stride(0), BLOCK_S=triton.next_power_of_2(slabs), BLOCK_C=32, num_warps=4
-        )
+            partial, acc, slabs, cols, acc.stride(0),
+            BLOCK_S=triton.next_power_of_2(slabs), BLOCK_C=32, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return None

@@ -28,7 +28,6 @@ from .common import (
     new_flag,
     on_device,
     raise_if_bad,
-    score_key,
     serves,
 )
 
@@ -36,8 +35,8 @@ SAMPLE = 1 << 21
 BIN_BITS = tl.constexpr(16)
 BINS = 1 << 16
 FIELDS = tl.constexpr(9)
-VECTOR = tl.constexpr(8)
 PASSES = 3
+MAX_COLS = 1 << 19
 TILE_R, BLOCK_C, WARPS = 4, 1024, 8
 BLOCK = 1024
 
@@ -45,8 +44,8 @@ BLOCK = 1024
 @triton.jit
 def _scaled_key(w, col_scale, row_scale):
     """Key of fp32(fp32(|w| * col_scale) * row_scale); 0 where row_scale is 0, even after an overflow."""
-    first = score_key(w, col_scale).to(tl.float32, bitcast=True)
-    return tl.where(row_scale == 0, 0, (first * row_scale).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    score = magnitude_bits(w).to(tl.float32, bitcast=True) * col_scale * row_scale
+    return tl.where(row_scale == 0, 0, score.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -87,15 +86,9 @@ def _sample_kernel(
 
 
 @triton.jit
-def _vector_sums(x, R: tl.constexpr, C: tl.constexpr):
-    """[R, C] -> [R, C / VECTOR]: sums of what one thread holds, which keeps the accumulators small."""
-    return tl.sum(tl.reshape(x, (R, C // VECTOR, VECTOR)), axis=2)
-
-
-@triton.jit
 def _count_kernel(
     like, table, tile_map, state, histogram, above, inside, bad, tile,
-    FINAL: tl.constexpr, ALIGNED: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    FINAL: tl.constexpr, DENSE: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Count the keys above and inside the bracket in each row of a tile; without FINAL, histogram those inside."""
     tile += tl.program_id(0)
@@ -114,11 +107,7 @@ def _count_kernel(
         cols = tl.load(entry + 4).to(tl.int32)
         stride_r = tl.load(entry + 5)
         stride_c = tl.load(entry + 6)
-        if ALIGNED:
-            weight = tl.multiple_of(weight, 16)
-            col_scale = tl.multiple_of(col_scale, 16)
-            cols = tl.multiple_of(cols, 16)
-            stride_r = tl.multiple_of(stride_r, 16)
+        if DENSE:
             stride_c = 1
         low = tl.load(state)
         high = tl.load(state + 1)
@@ -126,8 +115,8 @@ def _count_kernel(
         shift = tl.sum((((high - low) >> (BIN_BITS + tl.arange(0, 16))) > 0).to(tl.int32), axis=0)
         scale_r = tl.load(row_scale + r, mask=r < rows, other=0.0)[:, None]
         weight += r[:, None].to(tl.int64) * stride_r
-        n_above = tl.zeros((TILE_R, BLOCK_C // VECTOR), tl.int32)
-        n_inside = tl.zeros((TILE_R, BLOCK_C // VECTOR), tl.int32)
+        # three counts of chunks in one word: above in bits 0-9, inside in bits 10-19, not finite from bit 20
+        counts = tl.zeros((TILE_R, BLOCK_C), tl.int32)
         for start in range(0, cols, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
             real = (r < rows)[:, None] & (c < cols)[None, :]
@@ -135,18 +124,16 @@ def _count_kernel(
             s = tl.load(col_scale + c, mask=c < cols, other=0.0)[None, :]
             key = tl.where(real, _scaled_key(w, s, scale_r), -1)
             within = (key >= low) & (key <= high)
-            n_above += _vector_sums((key > high).to(tl.int32), TILE_R, BLOCK_C)
-            n_inside += _vector_sums(within.to(tl.int32), TILE_R, BLOCK_C)
+            counts += (key > high).to(tl.int32)
+            counts += within.to(tl.int32) << 10
             if not FINAL:
-                # such a count stays far below 2^20; the bits above it remember a weight that is not finite
-                wrong = (magnitude_bits(w) >= INFINITE_BITS).to(tl.int32) << 20
-                n_inside += _vector_sums(wrong, TILE_R, BLOCK_C)
+                counts += (magnitude_bits(w) >= INFINITE_BITS).to(tl.int32) << 20
                 tl.atomic_add(histogram + ((key - low) >> shift), 1, mask=within & (key != pivot), sem="relaxed")
-        tl.store(above + target, tl.sum(n_above, axis=1), mask=r < rows)
-        tl.store(inside + target, tl.sum(n_inside & 0xFFFFF, axis=1), mask=r < rows)
+        tl.store(above + target, tl.sum(counts & 0x3FF, axis=1), mask=r < rows)
+        tl.store(inside + target, tl.sum((counts >> 10) & 0x3FF, axis=1), mask=r < rows)
         if not FINAL:
-            any_wrong = tl.max(tl.max((n_inside >> 20 != 0).to(tl.int32), axis=1), axis=0)
-            flag(bad, any_wrong * BAD_WEIGHT)
+            wrong = tl.max(tl.max((counts >> 20 != 0).to(tl.int32), axis=1), axis=0)
+            flag(bad, wrong * BAD_WEIGHT)
 
 
 def _bracket(sample: Tensor, total: int, size: int) -> Tensor:
@@ -185,7 +172,7 @@ def _narrow(state: Tensor, histogram: Tensor, above: Tensor, inside: Tensor, tot
 def select_threshold(
     weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor | None
 ) -> Tensor:
-    if not all(serves(w) for w in weights):
+    if not all(serves(w) and w.shape[1] <= MAX_COLS for w in weights):
         return NotImplemented
     found = new_flag(weights[0]) if bad is None else bad
     row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
@@ -207,15 +194,15 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
     _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad)
     state = _bracket(sample, max(total, 1), size)
     del sample
+    dense = all(w.stride(1) == 1 for w in weights)
     histogram = torch.zeros(BINS, dtype=torch.int64, device=device)
     above, inside = torch.zeros(2, all_rows, dtype=torch.int32, device=device)
 
     def count(final: bool) -> None:
         for like, first, programs in groups:
-            aligned = all(_aligned(*m) for m in zip(weights, col_scales, strict=True))
             _count_kernel[(programs,)](
                 like, table, tile_map, state, histogram, above, inside, bad, first,
-                FINAL=final, ALIGNED=aligned, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
+                FINAL=final, DENSE=dense, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     for _ in range(PASSES):
@@ -238,12 +225,6 @@ def _tiles_by_dtype(weights: list[Tensor]) -> tuple[list[tuple[Tensor, int, int]
     return groups, first
 
 
-def _aligned(weight: Tensor, col_scale: Tensor) -> bool:
-    """Whether rows can be read in vectors of 16 elements."""
-    rows_fit = weight.stride(1) == 1 and weight.stride(0) % 16 == 0 and weight.shape[1] % 16 == 0
-    return rows_fit and weight.data_ptr() % 16 == 0 and col_scale.data_ptr() % 16 == 0
-
-
 def _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad) -> None:
     """One small launch a matrix; its share of the sample is its share of the weights."""
     size, drawn = sum(w.numel() for w in weights), sample.numel()
@@ -255,6 +236,6 @@ def _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad) 
         work = max(end - begin, rows, cols)
         _sample_kernel[(triton.cdiv(work, BLOCK),)](
             weight, row_scales[i], col_scales[i], sample[begin:], table, tile_map, bad, i, end - begin, first_row,
-            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4,
+            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         first_row += rows
