@@ -131,15 +131,15 @@ def random_statistics(model, seed=0):
     return targets, statistics
 
 
-@pytest.mark.parametrize("exponent", [-40, -7, 13, 40])
-@pytest.mark.parametrize("allocation", ["global", "row"])
+@pytest.mark.parametrize(
+    ("allocation", "exponent"),
+    # the published rule has a floor, which small omegas meet
+    [("global", -40), ("global", -7), ("global", 13), ("global", 40), ("row", 13), ("row", 40)],
+)
 def test_budgets_do_not_depend_on_the_scale_of_omega(allocation, exponent):
     targets, statistics = random_statistics(tiny.llama())
     scaled = Statistics(**vars(statistics))
     scaled.g2 = {k: v * 2.0**exponent for k, v in statistics.g2.items()}
-    floored = min(float(scaled.omega(t.name).min()) for t in targets) < OMEGA_FLOOR
-    if allocation == "row" and floored:
-        pytest.skip("the floor of the published rule applies: not invariant by definition")
     config = PruneConfig(method="fwanda", allocation=allocation, sparsity="0.5").resolved()
     mine, theirs = keep_budgets(config, targets, statistics), keep_budgets(config, targets, scaled)
     assert all(torch.equal(mine[t.name], theirs[t.name]) for t in targets)

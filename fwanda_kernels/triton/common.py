@@ -22,14 +22,18 @@ BAD_KEEP = tl.constexpr(4)
 
 
 @triton.jit
+def exact_float(w):
+    """w in fp32; bf16 by bits, as interpreted conversions lose its denormals."""
+    if w.dtype == tl.bfloat16:
+        return (w.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return w.to(tl.float32)
+
+
+@triton.jit
 def magnitude_bits(w):
     """Bits of fp32 |w|; at least INFINITE_BITS where w is NaN or inf."""
-    if w.dtype == tl.bfloat16:
-        # by bits, as interpreted conversions lose bf16 denormals
-        bits = w.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    else:
-        bits = w.to(tl.float32).to(tl.int32, bitcast=True)
-    return bits & 0x7FFFFFFF
+    return exact_float(w).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from .threshold import select_threshold
 __all__ = ["row_topk_mask", "row_topk_prune_", "select_threshold"]
 
 RESIDENT_A, RESIDENT_B = 16384, 8192
-CHUNK = tl.constexpr(4096)
+CHUNK = tl.constexpr(2048)
 # interpolation assumes that few scores lie more than 10 octaves under the largest, and gives way to bisection
 SPAN = tl.constexpr(10 << 23)
 BISECT_EVERY, BISECT_FROM = tl.constexpr(8), tl.constexpr(16)
@@ -114,6 +114,9 @@ def _row_topk_kernel(
     A: tl.constexpr, B: tl.constexpr, REST: tl.constexpr, PRUNE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if row == 0:
+        for start in range(0, cols, 1024):
+            flag_scale(scale, bad, cols, start, 1024)
     weight += row * stride_r
     out += row * out_stride_r
     asked = tl.load(keep + row)
@@ -131,9 +134,6 @@ def _row_topk_kernel(
             c_rest, w_rest, keys = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
             largest = tl.maximum(largest, tl.max(keys, axis=0))
             heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w_rest), axis=0))
-    if row == 0:
-        for start in range(0, cols, CHUNK):
-            flag_scale(scale, bad, cols, start, CHUNK)
     code = tl.where(heaviest >= INFINITE_BITS, BAD_WEIGHT, 0) | tl.where((asked < 0) | (asked > cols), BAD_KEEP, 0)
     flag(bad, code)
     if (code == 0) & (largest <= INFINITE_BITS):
@@ -177,14 +177,14 @@ def _row_topk_kernel(
 
 
 def parts_of(cols: int) -> tuple[int, int, bool, int]:
-    """(A, B, REST, num_warps): the fewest padded keys of one or two power-of-two parts, 32 keys a thread."""
+    """(A, B, REST, num_warps): one or two power-of-two parts with the least padding, 32 to 96 keys a thread."""
     if cols > RESIDENT_A + RESIDENT_B:
         return RESIDENT_A, RESIDENT_B, True, 16
     whole = triton.next_power_of_2(cols)
     half = whole // 2
     second = triton.next_power_of_2(max(1, cols - half))
     a, b = (half, second) if 1024 <= second < half else (max(whole, 32), 0)
-    return a, b, False, max(1, a // 1024)
+    return a, b, False, max(1, a // (1024 if a < 8192 else 2048))
 
 
 def _launch(weight: Tensor, scale: Tensor, keep: Tensor, out: Tensor, bad: Tensor, prune: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .common import on_device, serves
 
-BLOCK_T, BLOCK_C, WARPS = 32, 128, 4
+BLOCK_T, BLOCK_C, WARPS = 64, 64, 4
 SLAB_TOKENS, MAX_SLABS = 256, 128
 
 

@@ -22,9 +22,9 @@ from ..reference import _keep_last_ties
 from .common import (
     BAD_WEIGHT,
     INFINITE_BITS,
+    exact_float,
     flag,
     flag_scale,
-    magnitude_bits,
     new_flag,
     on_device,
     raise_if_bad,
@@ -36,16 +36,15 @@ BIN_BITS = tl.constexpr(16)
 BINS = 1 << 16
 FIELDS = tl.constexpr(9)
 PASSES = 3
-MAX_COLS = 1 << 19
-TILE_R, BLOCK_C, WARPS = 4, 1024, 8
+TILE_R, BLOCK_C, WARPS = 4, 256, 4
 BLOCK = 1024
 
 
 @triton.jit
 def _scaled_key(w, col_scale, row_scale):
     """Key of fp32(fp32(|w| * col_scale) * row_scale); 0 where row_scale is 0, even after an overflow."""
-    score = magnitude_bits(w).to(tl.float32, bitcast=True) * col_scale * row_scale
-    return tl.where(row_scale == 0, 0, score.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    score = w.to(tl.float32) * col_scale * row_scale
+    return score.to(tl.int32, bitcast=True) & tl.where(row_scale == 0, 0, 0x7FFFFFFF)
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def _sample_kernel(
     c = flat % cols
     w = tl.load(weight + r * stride_r + c * stride_c, mask=drawn, other=0.0)
     s = tl.load(col_scale + c, mask=drawn, other=0.0)
-    key = _scaled_key(w, s, tl.load(row_scale + r, mask=drawn, other=0.0))
+    key = _scaled_key(exact_float(w), s, tl.load(row_scale + r, mask=drawn, other=0.0))
     tl.store(sample + i, key, mask=drawn)
 
 
@@ -112,27 +111,35 @@ def _count_kernel(
         low = tl.load(state)
         high = tl.load(state + 1)
         pivot = tl.load(state + 2)
+        width = (high - low).to(tl.uint32, bitcast=True)
         shift = tl.sum((((high - low) >> (BIN_BITS + tl.arange(0, 16))) > 0).to(tl.int32), axis=0)
         scale_r = tl.load(row_scale + r, mask=r < rows, other=0.0)[:, None]
         weight += r[:, None].to(tl.int64) * stride_r
-        # three counts of chunks in one word: above in bits 0-9, inside in bits 10-19, not finite from bit 20
-        counts = tl.zeros((TILE_R, BLOCK_C), tl.int32)
+        n_above = tl.zeros((TILE_R, BLOCK_C), tl.int32)
+        n_below = tl.zeros((TILE_R, BLOCK_C), tl.int32)
+        poison = tl.zeros((TILE_R, BLOCK_C), tl.float32)
         for start in range(0, cols, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
             real = (r < rows)[:, None] & (c < cols)[None, :]
-            w = tl.load(weight + c[None, :].to(tl.int64) * stride_c, mask=real, other=0.0)
+            w = exact_float(tl.load(weight + c[None, :].to(tl.int64) * stride_c, mask=real, other=0.0))
             s = tl.load(col_scale + c, mask=c < cols, other=0.0)[None, :]
-            key = tl.where(real, _scaled_key(w, s, scale_r), -1)
-            within = (key >= low) & (key <= high)
-            counts += (key > high).to(tl.int32)
-            counts += within.to(tl.int32) << 10
+            key = _scaled_key(w, s, scale_r)
+            # a count adds the sign bit of a difference; few instructions a weight are what the speed hangs on
+            place = (key - low).to(tl.uint32, bitcast=True)
+            n_below += (place >> 31).to(tl.int32, bitcast=True)
+            n_above += ((high - key).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
             if not FINAL:
-                counts += (magnitude_bits(w) >= INFINITE_BITS).to(tl.int32) << 20
-                tl.atomic_add(histogram + ((key - low) >> shift), 1, mask=within & (key != pivot), sem="relaxed")
-        tl.store(above + target, tl.sum(counts & 0x3FF, axis=1), mask=r < rows)
-        tl.store(inside + target, tl.sum((counts >> 10) & 0x3FF, axis=1), mask=r < rows)
+                poison = tl.fma(w, 0.0, poison)
+                counted = (place <= width) & real & (key != pivot)
+                tl.atomic_add(histogram + (place >> shift), 1, mask=counted, sem="relaxed")
+        row_above = tl.sum(n_above, axis=1)
+        # padding has key 0, so it is below the bracket, or inside if that begins at 0
+        slots = (cols + BLOCK_C - 1) // BLOCK_C * BLOCK_C
+        row_inside = tl.where(low > 0, slots, cols) - row_above - tl.sum(n_below, axis=1)
+        tl.store(above + target, row_above, mask=r < rows)
+        tl.store(inside + target, row_inside, mask=r < rows)
         if not FINAL:
-            wrong = tl.max(tl.max((counts >> 20 != 0).to(tl.int32), axis=1), axis=0)
+            wrong = tl.max(tl.max((poison != 0).to(tl.int32), axis=1), axis=0)
             flag(bad, wrong * BAD_WEIGHT)
 
 
@@ -146,11 +153,14 @@ def _bracket(sample: Tensor, total: int, size: int) -> Tensor:
     state[0] = ascending[place - margin] if place >= margin else 0
     state[1] = ascending[place + margin] if place + margin < drawn else INFINITE_BITS.value
     state[2] = ascending[place]
-    return state
+    return state.clamp_(max=INFINITE_BITS.value)
 
 
 def _narrow(state: Tensor, histogram: Tensor, above: Tensor, inside: Tensor, total: int) -> None:
-    """Shrink the bracket to the bin that holds the total-th largest key, or move it to the side where that key is."""
+    """Shrink the bracket to the bin that holds the total-th largest key, or move it to the side where that key is.
+
+    It never becomes empty, not even with NaN about, as the histogram is written without another bound.
+    """
     low, high, pivot, active = state.clone().unbind()
     n_above, n_inside = above.sum(), inside.sum()
     shift = ((high - low) >> torch.arange(16, 32, device=state.device)).gt(0).sum()
@@ -161,7 +171,7 @@ def _narrow(state: Tensor, histogram: Tensor, above: Tensor, inside: Tensor, tot
     bottom = low + (hit << shift)
     top = torch.minimum(high, bottom + (1 << shift) - 1)
     too_high, too_low = n_above + n_inside < total, n_above >= total
-    new_low = torch.where(too_high, 0, torch.where(too_low, high + 1, bottom))
+    new_low = torch.where(too_high, 0, torch.where(too_low, (high + 1).clamp(max=INFINITE_BITS.value), bottom))
     new_high = torch.where(too_high, low - 1, torch.where(too_low, INFINITE_BITS.value, top))
     go_on = too_high | too_low | (new_low < new_high)
     new = torch.stack((new_low, new_high, pivot, go_on)).to(torch.int32)
@@ -172,7 +182,7 @@ def _narrow(state: Tensor, histogram: Tensor, above: Tensor, inside: Tensor, tot
 def select_threshold(
     weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor | None
 ) -> Tensor:
-    if not all(serves(w) and w.shape[1] <= MAX_COLS for w in weights):
+    if not all(serves(w) for w in weights):
         return NotImplemented
     found = new_flag(weights[0]) if bad is None else bad
     row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]

@@ -67,8 +67,8 @@ def _sparsity(folder: Path, report) -> float:
 
 def _print(rows: list[tuple], dense: float, shape, output: Path) -> None:
     print(f"\nSmolLM2-135M-Instruct on CPU, {float(_SPARSITY):.0%} of the weights in its blocks removed.")
-    print(f"Perplexity: {shape[0]} windows of {shape[1]} tokens of the documentation of Python {platform.python_version()},")
-    print(f"held out from calibration; dense {dense:.2f}.\n")
+    print(f"Perplexity: {shape[0]} windows of {shape[1]} tokens of the documentation of Python")
+    print(f"{platform.python_version()}, held out from calibration; dense {dense:.2f}.\n")
     print(f"{'method':24} {'sparsity in files':>17} {'perplexity':>11} {'seconds':>8}")
     for method, allocation, sparsity, pruned, seconds in rows:
         print(f"{method + ' ' + allocation:24} {sparsity:17.4f} {pruned:11.2f} {seconds:8.1f}")
