@@ -51,7 +51,16 @@ def _cpu_row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tenso
     _report("row_topk_prune_", torch.ops.fwanda_C.row_topk_prune_(weight, scale, keep), bad)
 
 
+def _cpu_foreach_row_topk_prune_(weights, scales, keeps, bad: Tensor | None) -> None:
+    for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
+        _cpu_row_topk_prune_(weight, scale, keep, None if bad is None else bad[i : i + 1])
+
+
 _OPS: dict[str, dict[str, Callable]] = {
-    "cpu": {"row_topk_mask": _cpu_row_topk_mask, "row_topk_prune_": _cpu_row_topk_prune_},
+    "cpu": {
+        "row_topk_mask": _cpu_row_topk_mask,
+        "row_topk_prune_": _cpu_row_topk_prune_,
+        "foreach_row_topk_prune_": _cpu_foreach_row_topk_prune_,
+    },
     "cuda": {},
 }

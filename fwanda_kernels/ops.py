@@ -12,48 +12,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from . import _checks as checks
+from ._checks import BOOL, FP32, INT64
 from ._dispatch import define
-
-WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP32, INT32, INT64, BOOL = (torch.float32,), (torch.int32,), (torch.int64,), (torch.bool,)
-
-
-def _describe(shape: Sequence, dtypes: tuple[torch.dtype, ...], device) -> str:
-    names = "|".join(str(d).removeprefix("torch.") for d in dtypes)
-    return f"[{', '.join(map(str, shape))}] {names} on {device}"
-
-
-def _expect(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtypes: tuple[torch.dtype, ...], like: Tensor):
-    """Raise one line if the tensor has another shape, dtype or device than expected."""
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes or tensor.device != like.device:
-        raise ValueError(
-            f"{op}: {name} must be {_describe(shape, dtypes, like.device)}, "
-            f"got {_describe(tensor.shape, (tensor.dtype,), tensor.device)}"
-        )
-
-
-def _expect_weight(op: str, weight: Tensor, name: str = "weight") -> None:
-    if weight.dim() != 2 or weight.dtype not in WEIGHT_DTYPES:
-        raise ValueError(
-            f"{op}: {name} must be {_describe(('R', 'C'), WEIGHT_DTYPES, 'any device')}, "
-            f"got {_describe(weight.shape, (weight.dtype,), weight.device)}"
-        )
-
-
-def _expect_bad(op: str, bad: Tensor | None, like: Tensor) -> None:
-    if bad is not None:
-        _expect(op, "bad", bad, [1], INT32, like)
-
-
-def _expect_tokens(op: str, x: Tensor, token_mask: Tensor | None) -> None:
-    if x.dim() < 2 or x.dtype not in WEIGHT_DTYPES:
-        raise ValueError(
-            f"{op}: x must be {_describe(('...', 'C'), WEIGHT_DTYPES, 'any device')}, "
-            f"got {_describe(x.shape, (x.dtype,), x.device)}"
-        )
-    if token_mask is not None:
-        _expect(op, "token_mask", token_mask, x.shape[:-1], BOOL, x)
-
 
 _accumulate_sq_sums_ = define(
     "accumulate_sq_sums_(Tensor(a!) acc, Tensor x, Tensor? token_mask) -> ()",
@@ -75,9 +36,40 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, *, token_mask: Tensor | None = N
 
     Moves the bytes of x once. NaN and inf pass through into acc. Source: the paper, algorithm 1, lines 1 and 2.
     """
-    _expect_tokens("accumulate_sq_sums_", x, token_mask)
-    _expect("accumulate_sq_sums_", "acc", acc, x.shape[-1:], FP32, x)
+    checks.expect_tokens("accumulate_sq_sums_", x, token_mask)
+    checks.expect("accumulate_sq_sums_", "acc", acc, x.shape[-1:], FP32, x)
     _accumulate_sq_sums_(acc, x, token_mask)
+
+
+_foreach_accumulate_sq_sums_ = define(
+    "foreach_accumulate_sq_sums_(Tensor(a!)[] accs, Tensor[] xs, Tensor? token_mask) -> ()",
+    family="stats",
+    fake=lambda accs, xs, token_mask: None,
+)
+
+
+def foreach_accumulate_sq_sums_(
+    accs: Sequence[Tensor], xs: Sequence[Tensor], *, token_mask: Tensor | None = None
+) -> None:
+    """accumulate_sq_sums_() on each pair of a list, in one launch where the backend can.
+
+    Args:
+        accs: L vectors [C_l] fp32 without overlap, updated in place.
+        xs: L inputs [..., C_l] bf16|fp16|fp32 on one device, e.g. all inputs and output gradients of a block.
+        token_mask: [...] bool, the leading shape of every x; None counts all.
+
+    Raises:
+        ValueError: a length, shape, dtype or device does not fit.
+
+    Gives the bits of the single calls.
+    """
+    op = "foreach_accumulate_sq_sums_"
+    checks.expect_lists(op, accs=accs, xs=xs)
+    for i, (acc, x) in enumerate(zip(accs, xs, strict=True)):
+        checks.expect_tokens(op, x, token_mask, f"xs[{i}]")
+        checks.expect(op, f"accs[{i}]", acc, x.shape[-1:], FP32, xs[0])
+        checks.expect_device(op, f"xs[{i}]", x, xs[0])
+    _foreach_accumulate_sq_sums_(list(accs), list(xs), token_mask)
 
 
 _accumulate_gram_ = define(
@@ -100,8 +92,8 @@ def accumulate_gram_(hessian: Tensor, x: Tensor, *, token_mask: Tensor | None = 
 
     2 T C^2 FLOPs. Source: Frantar and Alistarh 2023 (SparseGPT), the layer-wise Hessian without its factor 2.
     """
-    _expect_tokens("accumulate_gram_", x, token_mask)
-    _expect("accumulate_gram_", "hessian", hessian, (x.shape[-1], x.shape[-1]), FP32, x)
+    checks.expect_tokens("accumulate_gram_", x, token_mask)
+    checks.expect("accumulate_gram_", "hessian", hessian, (x.shape[-1], x.shape[-1]), FP32, x)
     _accumulate_gram_(hessian, x, token_mask)
 
 
@@ -149,16 +141,50 @@ def row_topk_prune_(weight: Tensor, scale: Tensor, keep: int | Tensor, *, bad: T
     _row_topk_prune_(weight, scale, keep, bad)
 
 
+_foreach_row_topk_prune_ = define(
+    "foreach_row_topk_prune_(Tensor(a!)[] weights, Tensor[] scales, Tensor[] keeps, Tensor(b!)? bad) -> ()",
+    family="select",
+    fake=lambda weights, scales, keeps, bad: None,
+)
+
+
+def foreach_row_topk_prune_(
+    weights: Sequence[Tensor], scales: Sequence[Tensor], keeps: Sequence[Tensor], *, bad: Tensor | None = None
+) -> None:
+    """row_topk_prune_() on each matrix of a list, in one launch where the backend can.
+
+    Args:
+        weights: L matrices [R_l, C_l] bf16|fp16|fp32 without overlap, on one device.
+        scales: L vectors [C_l] fp32.
+        keeps: L vectors [R_l] int64.
+        bad: [L] int32, the flag of row_topk_mask() for each matrix.
+
+    Raises:
+        ValueError: a length, shape, dtype or device does not fit; without `bad`, a value does not.
+
+    Tie rule and result are those of row_topk_prune_().
+    """
+    op = "foreach_row_topk_prune_"
+    checks.expect_lists(op, weights=weights, scales=scales, keeps=keeps)
+    for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
+        checks.expect_weight(op, weight, f"weights[{i}]")
+        checks.expect_device(op, f"weights[{i}]", weight, weights[0])
+        checks.expect(op, f"scales[{i}]", scale, weight.shape[1:], FP32, weights[0])
+        checks.expect(op, f"keeps[{i}]", keep, weight.shape[:1], INT64, weights[0])
+    checks.expect_bad(op, bad, weights[0], len(weights))
+    _foreach_row_topk_prune_(list(weights), list(scales), list(keeps), bad)
+
+
 def _selection_arguments(op: str, weight: Tensor, scale: Tensor, keep: int | Tensor, bad: Tensor | None) -> Tensor:
-    _expect_weight(op, weight)
+    checks.expect_weight(op, weight)
     rows, cols = weight.shape
-    _expect(op, "scale", scale, [cols], FP32, weight)
-    _expect_bad(op, bad, weight)
+    checks.expect(op, "scale", scale, [cols], FP32, weight)
+    checks.expect_bad(op, bad, weight)
     if not isinstance(keep, Tensor):
         if not 0 <= keep <= cols:
             raise ValueError(f"{op}: keep must be in [0, C]=[0, {cols}], got {keep}")
         return torch.full((rows,), keep, dtype=torch.int64, device=weight.device)
-    _expect(op, "keep", keep, [rows], INT64, weight)
+    checks.expect(op, "keep", keep, [rows], INT64, weight)
     return keep
 
 
@@ -206,17 +232,70 @@ def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, *, bad: Tensor | No
 
 
 def _pattern_arguments(op: str, weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
-    _expect_weight(op, weight)
-    _expect(op, "scale", scale, weight.shape[1:], FP32, weight)
-    _expect_bad(op, bad, weight)
-    _expect_pattern(op, weight.shape[1], n, m)
+    checks.expect_weight(op, weight)
+    checks.expect(op, "scale", scale, weight.shape[1:], FP32, weight)
+    checks.expect_bad(op, bad, weight)
+    checks.expect_pattern(op, weight.shape[1], n, m)
 
 
-def _expect_pattern(op: str, cols: int, n: int, m: int) -> None:
-    if not (m >= 1 and 0 <= n <= m):
-        raise ValueError(f"{op}: pattern n:m keeps n of m, 0 <= n <= m and m >= 1, got {n}:{m}")
-    if cols % m:
-        raise ValueError(f"{op}: C={cols} columns are not a multiple of m={m}")
+_compress_24 = define(
+    "compress_24(Tensor weight, Tensor scale, Tensor(a!)? bad) -> (Tensor, Tensor)",
+    family="sparse24",
+    fake=lambda weight, scale, bad: (
+        weight.new_empty([weight.shape[0], weight.shape[1] // 2]),
+        weight.new_empty([weight.shape[0], weight.shape[1] // 16], dtype=torch.int16),
+    ),
+)
+
+
+def compress_24(weight: Tensor, scale: Tensor, *, bad: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Select 2:4 as nm_mask() does and pack the result in the layout of torch's CUTLASS sparse kernels.
+
+    Args:
+        weight: [R, C] bf16|fp16, finite; R and C multiples of 32.
+        scale: [C] fp32, finite and >= 0.
+        bad: as in row_topk_mask().
+
+    Returns:
+        values: [R, C/2] in the weight's dtype, the two kept weights of each group in column order.
+        meta: [R, C/16] int16, two bits for each kept position, four groups an element, reordered for the kernels.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit; without `bad`, a value does not.
+
+    Moves 3.125 B per weight. Source of the layout: the metadata order of CUTLASS for sparse tensor cores of compute
+    capability 8.x, as torch's SparseSemiStructuredTensorCUTLASS reads it.
+    """
+    op = "compress_24"
+    _pattern_arguments(op, weight, scale, 2, 4, bad)
+    if weight.dtype == torch.float32:
+        raise ValueError(f"{op}: weight must be bfloat16 or float16, got float32")
+    if weight.shape[0] % 32 or weight.shape[1] % 32:
+        raise ValueError(f"{op}: R and C must be multiples of 32, got {list(weight.shape)}")
+    return _compress_24(weight, scale, bad)
+
+
+def compress_24_cusparselt(weight: Tensor, scale: Tensor, *, bad: Tensor | None = None) -> Tensor:
+    """Select 2:4 as nm_mask() does and pack the result for cuSPARSELt, the runtime that Hopper needs.
+
+    Args:
+        weight: [R, C] bf16|fp16 on a CUDA device; not modified.
+        scale: [C] fp32, finite and >= 0.
+        bad: as in row_topk_mask().
+
+    Returns:
+        The packed matrix, as `torch._cslt_sparse_mm` takes it.
+
+    Raises:
+        ValueError: as compress_24(), or the weight is not on a CUDA device.
+        RuntimeError: this build of torch has no cuSPARSELt.
+    """
+    _pattern_arguments("compress_24_cusparselt", weight, scale, 2, 4, bad)
+    if not weight.is_cuda:
+        raise ValueError(f"compress_24_cusparselt: weight must be on a CUDA device, got {weight.device}")
+    pruned = weight.clone(memory_format=torch.contiguous_format)
+    _nm_prune_(pruned, scale, 2, 4, bad)
+    return torch._cslt_compress(pruned)
 
 
 _select_threshold = define(
@@ -259,18 +338,13 @@ def select_threshold(
     holds no score tensor larger than one matrix.
     """
     op = "select_threshold"
-    if not weights or not len(weights) == len(row_scales) == len(col_scales):
-        raise ValueError(
-            f"{op}: weights, row_scales and col_scales must be non-empty lists of one length, "
-            f"got {len(weights)}, {len(row_scales)} and {len(col_scales)}"
-        )
+    checks.expect_lists(op, weights=weights, row_scales=row_scales, col_scales=col_scales)
     for i, (weight, rows, cols) in enumerate(zip(weights, row_scales, col_scales, strict=True)):
-        _expect_weight(op, weight, f"weights[{i}]")
-        _expect(op, f"row_scales[{i}]", rows, weight.shape[:1], FP32, weights[0])
-        _expect(op, f"col_scales[{i}]", cols, weight.shape[1:], FP32, weights[0])
-        if weight.device != weights[0].device:
-            raise ValueError(f"{op}: weights[{i}] must be on {weights[0].device} as weights[0], got {weight.device}")
-    _expect_bad(op, bad, weights[0])
+        checks.expect_weight(op, weight, f"weights[{i}]")
+        checks.expect(op, f"row_scales[{i}]", rows, weight.shape[:1], FP32, weights[0])
+        checks.expect(op, f"col_scales[{i}]", cols, weight.shape[1:], FP32, weights[0])
+        checks.expect_device(op, f"weights[{i}]", weight, weights[0])
+    checks.expect_bad(op, bad, weights[0])
     size = sum(w.numel() for w in weights)
     if not 0 <= total <= size:
         raise ValueError(f"{op}: total must be in [0, {size}], got {total}")
@@ -305,26 +379,10 @@ def obs_factor(hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, Tensor]:
 
     4/3 C^3 FLOPs. Source: Frantar and Alistarh 2023 (SparseGPT), section 3.3.
     """
-    _expect_hessian("obs_factor", hessian)
+    checks.expect_hessian("obs_factor", hessian)
     if not damping > 0:
         raise ValueError(f"obs_factor: damping must be > 0, got {damping}")
     return _obs_factor(hessian, damping)
-
-
-def _expect_hessian(op: str, hessian: Tensor) -> None:
-    if hessian.dim() != 2:
-        got = _describe(hessian.shape, (hessian.dtype,), hessian.device)
-        raise ValueError(f"{op}: hessian must be [C, C] float32, got {got}")
-    _expect(op, "hessian", hessian, (hessian.shape[0], hessian.shape[0]), FP32, hessian)
-
-
-def _expect_sparsity(op: str, sparsity: float | Fraction | str) -> None:
-    try:
-        valid = 0 <= Fraction(str(sparsity)) <= 1
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(f"{op}: sparsity must be in [0, 1], got {sparsity}")
 
 
 _obs_prune_ = define(
@@ -372,26 +430,26 @@ def obs_prune_(
     (row, column) is removed first. Source: Frantar and Alistarh 2023 (SparseGPT), algorithm 1.
     """
     op = "obs_prune_"
-    _expect_weight(op, weight)
+    checks.expect_weight(op, weight)
     rows, cols = weight.shape
     given = [name for name, value in (("hessian", hessian), ("factor", factor)) if value is not None]
     if len(given) != 1:
         raise ValueError(f"{op}: exactly one of hessian and factor must be given, got {given or 'none'}")
-    _expect(op, given[0], factor if hessian is None else hessian, (cols, cols), FP32, weight)
+    checks.expect(op, given[0], factor if hessian is None else hessian, (cols, cols), FP32, weight)
     choices = (("sparsity", sparsity), ("keep", keep), ("mask", mask), ("pattern", pattern))
     chosen = [name for name, value in choices if value is not None]
     if len(chosen) != 1:
         raise ValueError(f"{op}: exactly one of sparsity, keep, mask and pattern must be given, got {chosen or 'none'}")
     if sparsity is not None:
-        _expect_sparsity(op, sparsity)
+        checks.expect_sparsity(op, sparsity)
     if keep is not None:
-        _expect(op, "keep", keep, [rows], INT64, weight)
+        checks.expect(op, "keep", keep, [rows], INT64, weight)
     if mask is not None:
-        _expect(op, "mask", mask, (rows, cols), BOOL, weight)
+        checks.expect(op, "mask", mask, (rows, cols), BOOL, weight)
     if pattern is not None:
-        _expect_pattern(op, cols, *pattern)
+        checks.expect_pattern(op, cols, *pattern)
     if row_weight is not None:
-        _expect(op, "row_weight", row_weight, [rows], FP32, weight)
+        checks.expect(op, "row_weight", row_weight, [rows], FP32, weight)
     if block < 1 or not damping > 0:
         raise ValueError(f"{op}: block must be >= 1 and damping > 0, got block={block} and damping={damping}")
     _obs_prune_(

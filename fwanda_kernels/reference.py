@@ -50,6 +50,11 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> No
         acc.add_(rows.double().square().sum(0))
 
 
+def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask: Tensor | None) -> None:
+    for acc, x in zip(accs, xs, strict=True):
+        accumulate_sq_sums_(acc, x, token_mask)
+
+
 def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
     for rows in _token_chunks(x, token_mask):
         rows = rows.float()
@@ -85,6 +90,13 @@ def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | N
     weight.masked_fill_(~row_topk_mask(weight, scale, keep, bad, "row_topk_prune_"), 0)
 
 
+def foreach_row_topk_prune_(
+    weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor | None
+) -> None:
+    for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
+        row_topk_prune_(weight, scale, keep, None if bad is None else bad[i : i + 1])
+
+
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None, op: str = "nm_mask") -> Tensor:
     rows, cols = weight.shape
     _report(op, bad, (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)))
@@ -97,6 +109,33 @@ def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None, o
 
 def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
     weight.masked_fill_(~nm_mask(weight, scale, n, m, bad, "nm_prune_"), 0)
+
+
+def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows, cols = weight.shape
+    kept = nm_mask(weight, scale, 2, 4, bad, "compress_24").view(rows, cols // 4, 4)
+    positions = kept.to(torch.uint8).sort(dim=2, descending=True, stable=True).indices[..., :2]
+    values = weight.reshape(rows, cols // 4, 4).gather(2, positions).view(rows, cols // 2)
+    nibbles = (positions[..., 0] | positions[..., 1] << 2).view(rows, cols // 16, 4)
+    shifts = torch.tensor([0, 4, 8, 12], device=weight.device)
+    words = (nibbles << shifts).sum(2).to(torch.int16)
+    meta = torch.empty(rows * (cols // 16), dtype=torch.int16, device=weight.device)
+    meta[_meta_offsets(rows, cols // 16, weight.device).flatten()] = words.flatten()
+    return values, meta.view(rows, cols // 16)
+
+
+def _meta_offsets(rows: int, words: int, device) -> Tensor:
+    """[rows, words] where each 16-bit metadata word goes in the order that the sparse tensor cores read.
+
+    Within 32 rows, the two high bits of the row number become its low bits. Then the off-diagonal words of each 2 x 2
+    square swap, and pairs of columns are stored column-major.
+    """
+    r = torch.arange(rows, device=device)[:, None]
+    w = torch.arange(words, device=device)[None, :]
+    moved = (r & ~31) | (r & 7) << 2 | (r & 24) >> 3
+    shift = (w & 1) - (moved & 1)
+    moved, w = moved + shift, w - shift
+    return (w >> 1) * 2 * rows + moved * 2 + (w & 1)
 
 
 def select_threshold(

@@ -1,11 +1,17 @@
-"""Inputs and assertions for tests of the ops, here and in other projects."""
+"""Inputs, assertions and timing for tests and benchmarks of the ops, here and in other projects."""
 
 from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .ops import WEIGHT_DTYPES
+from ._checks import WEIGHT_DTYPES
 
 
 def make_weight(
@@ -67,12 +73,25 @@ def sample_arguments(device="cpu", dtype: torch.dtype = torch.float32) -> dict[s
     mask = torch.arange(tokens, device=device) % 5 != 0
     hessian = x.float().T @ x.float()
     flag = torch.zeros(1, dtype=torch.int32, device=device)
+    half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     row_scale = torch.ones(rows, device=device)
     return {
         "accumulate_sq_sums_": (torch.zeros(cols, device=device), x, mask),
+        "foreach_accumulate_sq_sums_": (
+            [torch.zeros(cols, device=device), torch.zeros(cols, device=device)],
+            [x, -x],
+            mask,
+        ),
         "accumulate_gram_": (torch.zeros(cols, cols, device=device), x, mask),
         "row_topk_mask": (weight, scale, keep, flag),
         "row_topk_prune_": (weight, scale, keep, flag),
+        "foreach_row_topk_prune_": (
+            [weight, weight * 2],
+            [scale, scale],
+            [keep, keep],
+            torch.zeros(2, dtype=torch.int32, device=device),
+        ),
+        "compress_24": (make_weight(32, 64, half, device=device), make_scale(64, device=device), flag),
         "nm_mask": (weight, scale, 2, 4, flag),
         "nm_prune_": (weight, scale, 2, 4, flag),
         "select_threshold": ([weight, weight * 2], [row_scale, row_scale], [scale, scale], rows * cols, flag),
@@ -92,10 +111,92 @@ def assert_masks_equal(actual: Tensor, expected: Tensor) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Median cost of one call.
+
+    Attributes:
+        us: microseconds; on a GPU of device time.
+        joules: gross energy of the GPU per call; None where it cannot be measured.
+    """
+
+    us: float
+    joules: float | None
+
+    def gb_per_s(self, size: int) -> float:
+        """Rate in 1e9 bytes per second for a call that moves `size` bytes."""
+        return size / self.us / 1e3
+
+
+def bench(
+    calls: Sequence[Callable[[], object]],
+    *,
+    device: str | torch.device = "cpu",
+    rounds: int = 10,
+    reset: Callable[[], object] | None = None,
+    energy_seconds: float = 0.0,
+) -> Timing:
+    """Time equivalent calls on different buffers, so that none finds its data in a cache.
+
+    Args:
+        calls: the same work on rotating buffers; together they should exceed the last-level cache several times.
+        device: "cpu" (wall clock) or a CUDA device (events).
+        rounds: timed passes over all calls, after one that warms up.
+        reset: run before each pass, outside the timing; an in-place op needs it to meet fresh data.
+        energy_seconds: on a GPU, also repeat the calls (without reset) for this long and read the energy counter.
+    """
+    device = torch.device(device)
+    times = []
+    for i in range(rounds + 1):
+        if reset is not None:
+            reset()
+        taken = _pass_cuda(calls) if device.type == "cuda" else [_once_cpu(call) for call in calls]
+        times += taken if i else []
+    return Timing(statistics.median(times), _joules(calls, device, energy_seconds) if energy_seconds else None)
+
+
+def _once_cpu(call: Callable) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _pass_cuda(calls: Sequence[Callable]) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * len(calls))]
+    for call, start, end in zip(calls, marks[::2], marks[1::2], strict=True):
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in zip(marks[::2], marks[1::2], strict=True)]
+
+
+def _joules(calls: Sequence[Callable], device: torch.device, seconds: float) -> float | None:
+    """Joules per call from NVML's total-energy counter; None without one."""
+    if device.type != "cuda":
+        return None
+    with contextlib.suppress(Exception):  # no package, no driver, or a card without the counter
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        torch.cuda.synchronize()
+        before, start, count = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu), time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            for call in calls:
+                call()
+            count += len(calls)
+            torch.cuda.synchronize()
+        return (pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) - before) / 1e3 / count
+    return None
+
+
 __all__ = [
     "KINDS",
+    "Timing",
     "WEIGHT_DTYPES",
     "assert_masks_equal",
+    "bench",
     "make_keep",
     "make_scale",
     "make_weight",

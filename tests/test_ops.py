@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fwanda_kernels as fk
-from fwanda_kernels.testing import WEIGHT_DTYPES, sample_arguments
+from fwanda_kernels.testing import WEIGHT_DTYPES, make_scale, make_weight, sample_arguments
 
 dtypes = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 EPS = torch.finfo(torch.float32).eps
@@ -15,6 +15,9 @@ EPS = torch.finfo(torch.float32).eps
 WRAPPERS = {
     "accumulate_sq_sums_": lambda acc, x, mask: fk.accumulate_sq_sums_(acc, x, token_mask=mask),
     "accumulate_gram_": lambda hessian, x, mask: fk.accumulate_gram_(hessian, x, token_mask=mask),
+    "foreach_accumulate_sq_sums_": lambda accs, xs, mask: fk.foreach_accumulate_sq_sums_(accs, xs, token_mask=mask),
+    "foreach_row_topk_prune_": lambda ws, s, k, bad: fk.foreach_row_topk_prune_(ws, s, k, bad=bad),
+    "compress_24": lambda w, scale, bad: fk.compress_24(w, scale, bad=bad),
     "row_topk_mask": lambda w, scale, keep, bad: fk.row_topk_mask(w, scale, keep, bad=bad),
     "row_topk_prune_": lambda w, scale, keep, bad: fk.row_topk_prune_(w, scale, keep, bad=bad),
     "nm_mask": lambda w, scale, n, m, bad: fk.nm_mask(w, scale, n, m, bad=bad),
@@ -132,11 +135,17 @@ WRONG = [  # op, argument index, change, what the message says
             (op, 3, lambda m: 3, "C=16 columns are not a multiple of m=3"),
         )
     ],
-    ("select_threshold", 0, lambda ws: [], "must be non-empty lists of one length, got 0, 2 and 2"),
-    ("select_threshold", 1, lambda rows: rows[:1], "must be non-empty lists of one length, got 2, 1 and 2"),
+    ("select_threshold", 0, lambda ws: [], "got 0 weights, 2 row_scales, 2 col_scales"),
+    ("select_threshold", 1, lambda rows: rows[:1], "got 2 weights, 1 row_scales, 2 col_scales"),
     ("select_threshold", 0, lambda ws: [ws[0], ws[1].double()], "weights[1] must be [R, C]"),
     ("select_threshold", 0, lambda ws: [ws[0], ws[1].to("meta")], "weights[1] must be on cpu"),
     ("select_threshold", 1, lambda rows: [rows[0], rows[1][1:]], "row_scales[1] must be [6] float32 on cpu, got [5]"),
+    ("foreach_accumulate_sq_sums_", 0, lambda accs: accs[:1], "accs, xs must be non-empty lists of one length, got 1"),
+    ("foreach_accumulate_sq_sums_", 1, lambda xs: [xs[0], xs[1].int()], "xs[1] must be [..., C] bfloat16"),
+    ("foreach_row_topk_prune_", 2, lambda ks: [ks[0], ks[1][1:]], "keeps[1] must be [6] int64 on cpu, got [5]"),
+    ("foreach_row_topk_prune_", 3, lambda bad: bad[:1], "bad must be [2] int32 on cpu, got [1]"),
+    ("compress_24", 0, lambda w: w[:31], "R and C must be multiples of 32, got [31, 64]"),
+    ("compress_24", 0, torch.Tensor.float, "weight must be bfloat16 or float16, got float32"),
     ("select_threshold", 2, lambda cols: [cols[0].half(), cols[1]], "col_scales[0] must be [16] float32 on cpu, got"),
     ("select_threshold", 3, lambda total: 193, "total must be in [0, 192], got 193"),
     ("select_threshold", 3, lambda total: -1, "total must be in [0, 192], got -1"),
@@ -176,7 +185,7 @@ BROKEN = [  # name, ops, change, code, message
 ]
 BROKEN_CALLS = [
     pytest.param(op, change, code, message, id=f"{op}-{name}")
-    for op in ("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_", "select_threshold")
+    for op in ("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_", "compress_24", "select_threshold")
     for name, only, change, code, message in BROKEN
     if only is None or op.startswith(only)
 ]
@@ -217,6 +226,50 @@ def test_bad_stays_zero_on_valid_arguments(op):
     args = sample_arguments()[op]
     WRAPPERS[op](*args)
     assert not any(t.any() for t in tensors(args) if t.dtype == torch.int32)
+
+
+def test_bad_of_a_list_names_the_matrix():
+    weights, scales, keeps, bad = sample_arguments()["foreach_row_topk_prune_"]
+    weights[1][0, 0] = float("nan")
+    fk.foreach_row_topk_prune_(weights, scales, keeps, bad=bad)
+    assert bad.tolist() == [0, 1]
+
+
+@pytest.mark.usefixtures("backend")
+def test_lists_give_the_bits_of_single_calls():
+    weights, scales, keeps, bad = sample_arguments()["foreach_row_topk_prune_"]
+    single = copy.deepcopy(weights)
+    for weight, scale, keep in zip(single, scales, keeps, strict=True):
+        fk.row_topk_prune_(weight, scale, keep)
+    fk.foreach_row_topk_prune_(weights, scales, keeps)
+    assert_same_bits(weights, single)
+    accs, xs, mask = sample_arguments()["foreach_accumulate_sq_sums_"]
+    single = copy.deepcopy(accs)
+    for acc, x in zip(single, xs, strict=True):
+        fk.accumulate_sq_sums_(acc, x, token_mask=mask)
+    fk.foreach_accumulate_sq_sums_(accs, xs, token_mask=mask)
+    assert_same_bits(accs, single)
+
+
+# compress_24
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(32, 32), (64, 256), (96, 160)])
+def test_compressed_matrix_is_torch_s_own_packing_of_the_pruned_one(shape, dtype):
+    conversions = pytest.importorskip("torch.sparse._semi_structured_conversions")
+    weight = make_weight(*shape, dtype, kind="heavy_ties")
+    weight[weight == 0] = 0.25  # torch reads the positions from the non-zeros
+    scale = make_scale(shape[1]) + 0.1
+    values, meta = fk.compress_24(weight, scale)
+    pruned = weight.clone()
+    fk.nm_prune_(pruned, scale, 2, 4)
+    assert_same_bits([values, meta], list(conversions.sparse_semi_structured_from_dense_cutlass(pruned)))
+
+
+def test_kept_zeros_are_packed_too():
+    values, meta = fk.compress_24(torch.zeros(32, 32, dtype=torch.float16), torch.ones(32))
+    assert not values.any() and set(meta.flatten().tolist()) == {0xEEEE - 0x10000}  # columns 2 and 3 of every group
 
 
 # stats

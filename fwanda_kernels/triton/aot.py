@@ -14,61 +14,65 @@ from triton.compiler import ASTSource
 
 from . import common, select, sparse24, stats, threshold
 
-_DTYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
-_COLUMNS = (576, 2048, 4096, 8192, 11008, 16384, 28672, 57344)
+_COLUMNS = (1024, 4096, 5120, 8192, 11008, 13824, 28672)
 
 
-def compile_kernels(arch: int) -> dict[str, tuple[int, int]]:
+def compile_kernels(arch: int, dtype: str = "bf16") -> dict[str, tuple[int, int]]:
     """Compile all kernels for typical signatures.
 
     Args:
         arch: compute capability times ten, e.g. 90.
+        dtype: "bf16", "fp16" or "fp32", of weights and activations.
 
     Returns:
         Name of kernel and signature -> (registers per thread, bytes spilled to local memory per thread).
 
     Raises:
-        RuntimeError: a kernel does not compile, or Triton's cuobjdump is missing.
+        RuntimeError: Triton's cuobjdump is missing.
     """
-    return {name: _compile(arch, *case) for name, *case in _cases()}
+    return {name: _compile(arch, *case) for name, *case in _cases("*" + dtype)}
 
 
-def _cases() -> Iterator[tuple]:
-    """(name, kernel, types of the arguments in order, constexprs, num_warps)."""
+def _cases(weight: str) -> Iterator[tuple]:
+    """(name, kernel, types of the arguments in order with 1 for a unit stride, constexprs, options)."""
     strides = ["i64", 1]
-    for name, weight in _DTYPES.items():
-        yield (
-            f"check {name}", common._check_kernel,
-            [weight, "*fp32", "*i64", "*i32", "i32", "i32", *strides], {"KEEP": True, "BLOCK": 4096}, 4,
-        )  # fmt: skip
-        for masked in (False, True):
-            constants = {"MASKED": masked, "BLOCK_T": stats.BLOCK_T, "BLOCK_C": stats.BLOCK_C}
-            types = [weight, "*u8", "*fp32", "i32", "i32", *strides, "i32"]
-            yield f"sq_sums {name} masked={masked}", stats._sq_sums_kernel, types, constants, stats.WARPS
-        for prune in (False, True):
-            out = weight if prune else "*u8"
-            for n, m in ((2, 4), (4, 8), (1, 5), (8, 16)):
-                block_r, block_g, m2 = sparse24.tile_of(4096, 4080, m)
-                constants = {"M": m, "M2": m2, "BLOCK_R": block_r, "BLOCK_G": block_g, "PRUNE": prune}
-                types = [weight, "*fp32", out, "*i32", "i32", "i32", *strides, *strides, "i32"]
-                yield f"nm {n}:{m} {name} prune={prune}", sparse24._nm_kernel, types, constants, sparse24.WARPS
-            for cols in _COLUMNS:
-                a, b, rest, warps = select.parts_of(cols)
-                constants = {"A": a, "B": b, "REST": rest, "PRUNE": prune}
-                types = [weight, "*fp32", "*i64", out, "*i32", "i32", *strides, *strides]
-                yield f"row_topk {name} C={cols} prune={prune}", select._row_topk_kernel, types, constants, warps
-        types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
-        constants = {"TILE_R": threshold.TILE_R, "BLOCK": threshold.BLOCK}
-        yield f"sample {name}", threshold._sample_kernel, types, constants, 4
-        for final in (False, True):
-            types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
-            constants = {"FINAL": final, "DENSE": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
-            yield f"count {name} final={final}", threshold._count_kernel, types, constants, threshold.WARPS
-    types = ["*fp32", "*fp32", "i32", "i32", 1]
-    yield "add_slabs", stats._add_slabs_kernel, types, {"BLOCK_S": stats.MAX_SLABS, "BLOCK_C": 32}, 4
+    plain = {"num_warps": 4}
+    types = [weight, "*fp32", "*i64", "*i32", "i32", "i32", *strides]
+    yield "check", common._check_kernel, types, {"KEEP": True, "BLOCK": 4096}, plain
+    constants = {"MASKED": True, "BLOCK_T": stats.BLOCK_T, "BLOCK_C": stats.BLOCK_C}
+    types = [weight, "*u8", "*fp32", "i32", "i32", *strides, "i32"]
+    yield "sq_sums", stats._sq_sums_kernel, types, constants, {"num_warps": stats.WARPS}
+    constants = {"BLOCK_S": stats.MAX_SLABS, "BLOCK_C": 32}
+    yield "add_slabs", stats._add_slabs_kernel, ["*fp32", "*fp32", "i32", "i32", 1], constants, plain
+    yield from _nm_cases(weight, strides)
+    yield from _row_topk_cases(weight, strides)
+    types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
+    constants = {"TILE_R": threshold.TILE_R, "BLOCK": threshold.BLOCK}
+    yield "sample", threshold._sample_kernel, types, constants, plain
+    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
+    for final in (False, True):
+        constants = {"FINAL": final, "DENSE": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
+        yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
 
 
-def _compile(arch: int, kernel, types: list, constants: dict, warps: int) -> tuple[int, int]:
+def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
+    for n, m, prune in ((2, 4, False), (2, 4, True), (4, 8, True), (2, 5, True), (8, 16, True)):
+        block_r, block_g, m2 = sparse24.tile_of(4096, 4080, m)
+        constants = {"M": m, "M2": m2, "BLOCK_R": block_r, "BLOCK_G": block_g, "PRUNE": prune}
+        types = [weight, "*fp32", weight if prune else "*u8", "*i32", "i32", "i32", *strides, *strides, "i32"]
+        yield f"nm {n}:{m} prune={prune}", sparse24._nm_kernel, types, constants, {"num_warps": sparse24.WARPS}
+
+
+def _row_topk_cases(weight: str, strides: list) -> Iterator[tuple]:
+    for cols, prune in ((4096, False), *((c, True) for c in _COLUMNS)):
+        a, b, rest, warps, registers = select.parts_of(cols)
+        constants = {"A": a, "B": b, "REST": rest, "PRUNE": prune}
+        types = [weight, "*fp32", "*i64", weight if prune else "*u8", "*i32", "i32", *strides, *strides]
+        options = {"num_warps": warps, "maxnreg": registers}
+        yield f"row_topk C={cols} prune={prune}", select._row_topk_kernel, types, constants, options
+
+
+def _compile(arch: int, kernel, types: list, constants: dict, options: dict) -> tuple[int, int]:
     names = kernel.arg_names
     given = dict(zip(names, types, strict=False))
     signature = {n: "constexpr" if n in constants or given[n] == 1 else given[n] for n in names}
@@ -76,7 +80,8 @@ def _compile(arch: int, kernel, types: list, constants: dict, warps: int) -> tup
     # as at run time: pointers, and sizes and strides that are multiples of 16
     hints = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] != "constexpr"}
     source = ASTSource(kernel, signature, constexprs, hints)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "enable_fp_fusion": False})
+    options = options | {"enable_fp_fusion": False}
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return _resources(binary.asm["cubin"])
 
 

@@ -1,8 +1,7 @@
 """Row selection: one program per row finds the k-th largest key by counting, with the row's keys in registers.
 
-Convention: columns [0, BLOCK_A) and [BLOCK_A, BLOCK_A + BLOCK_B) of a row are resident keys; with REST the columns after
-them are read again for every count, which bounds the registers and leaves C without a limit. Padding has key 0, and only keys > 0 are
-looked for.
+Convention: columns [0, A) and [A, A + B) of a row are resident keys; with REST the columns after them are read again
+for every count, which bounds the registers and leaves C without a limit. Padding has key 0; only keys > 0 are counted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,14 @@ from .threshold import select_threshold
 
 __all__ = ["row_topk_mask", "row_topk_prune_", "select_threshold"]
 
-RESIDENT_A, RESIDENT_B = 16384, 8192
+# up to so many columns: A, B, num_warps, most registers a thread (without spills); columns beyond A + B are re-read
+PARTS = (
+    (5120, 4096, 1024, 4, 128),
+    (8192, 8192, 0, 8, 128),
+    (12288, 8192, 2048, 8, 128),
+    (16384, 16384, 0, 8, None),
+    (float("inf"), 16384, 8192, 16, None),
+)
 CHUNK = tl.constexpr(2048)
 # interpolation assumes that few scores lie more than 10 octaves under the largest, and gives way to bisection
 SPAN = tl.constexpr(10 << 23)
@@ -176,24 +182,22 @@ def _row_topk_kernel(
                 _write(out, c_rest, cols, out_stride_c, w_rest, keys, low, column, PRUNE)
 
 
-def parts_of(cols: int) -> tuple[int, int, bool, int]:
-    """(A, B, REST, num_warps): one or two power-of-two parts with the least padding, 32 to 96 keys a thread."""
-    if cols > RESIDENT_A + RESIDENT_B:
-        return RESIDENT_A, RESIDENT_B, True, 16
-    whole = triton.next_power_of_2(cols)
-    half = whole // 2
-    second = triton.next_power_of_2(max(1, cols - half))
-    a, b = (half, second) if 1024 <= second < half else (max(whole, 32), 0)
-    return a, b, False, max(1, a // (1024 if a < 8192 else 2048))
+def parts_of(cols: int) -> tuple[int, int, bool, int, int | None]:
+    """(A, B, REST, num_warps, maxnreg) for rows of so many columns."""
+    if cols <= 4096:
+        a = max(32, triton.next_power_of_2(cols))
+        return a, 0, False, max(1, a // 1024), 96
+    a, b, warps, registers = next(parts for limit, *parts in PARTS if cols <= limit)
+    return a, b, a + b < cols, warps, registers
 
 
 def _launch(weight: Tensor, scale: Tensor, keep: Tensor, out: Tensor, bad: Tensor, prune: bool) -> None:
     rows, cols = weight.shape
-    a, b, rest, warps = parts_of(cols)
+    a, b, rest, warps, registers = parts_of(cols)
     with on_device(weight):
         _row_topk_kernel[(rows,)](
             weight, scale, keep, out, bad, cols, *weight.stride(), *out.stride(),
-            A=a, B=b, REST=rest, PRUNE=prune, num_warps=warps, enable_fp_fusion=False,
+            A=a, B=b, REST=rest, PRUNE=prune, num_warps=warps, maxnreg=registers, enable_fp_fusion=False,
         )  # fmt: skip
 
 

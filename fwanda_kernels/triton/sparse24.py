@@ -64,10 +64,11 @@ def _nm_kernel(
 
 
 def tile_of(rows: int, cols: int, m: int) -> tuple[int, int, int]:
-    """(BLOCK_R, BLOCK_G, M2) of about TILE weights."""
+    """(BLOCK_R, BLOCK_G, M2) of about TILE weights, half of it where a thread ranks long groups."""
     m2 = triton.next_power_of_2(m)
-    groups = min(triton.next_power_of_2(triton.cdiv(cols, m)), max(1, TILE // 4 // m2))
-    return max(1, min(triton.next_power_of_2(rows), TILE // (groups * m2))), groups, m2
+    tile = TILE if m2 <= 8 else TILE // 2
+    groups = min(triton.next_power_of_2(triton.cdiv(cols, m)), max(1, tile // 4 // m2))
+    return max(1, min(triton.next_power_of_2(rows), tile // (groups * m2))), groups, m2
 
 
 def _launch(weight: Tensor, scale: Tensor, out: Tensor, n: int, m: int, bad: Tensor, prune: bool) -> None:

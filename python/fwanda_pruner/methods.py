@@ -65,49 +65,54 @@ def asked(config: PruneConfig, target: Target) -> int:
 
 
 def _by_score(job: Job) -> list[MatrixRow]:
-    """Magnitude, Wanda, F-Wanda: budgets, then the top of each row."""
-    config = job.config
-    budgets = None if config.nm else keep_budgets(config, job.targets, job.statistics)
-    if config.order == "sequential":
-        return _by_score_sequential(job, budgets)
+    """Magnitude, Wanda, F-Wanda: budgets, then the top of each row, a block at a time."""
+    config, statistics = job.config, job.statistics
+    budgets = None if config.nm else keep_budgets(config, job.targets, statistics)
+    stream = BlockStream(job.model, job.tokens) if config.order == "sequential" else None
     rows = []
-    for target in tqdm(job.targets, desc="prune", unit="matrix", disable=not job.progress):
-        norm = None if config.method == "magnitude" else job.statistics.norm(target.name)
-        rows.append(_prune_by_score(config, target, norm, budgets))
+    for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
+        if stream is not None:
+            statistics = _measured_inputs(stream, index, targets)
+        if targets:
+            rows += _select(config, targets, statistics, budgets)
+        if stream is not None:
+            stream.run(index, advance=True)
     return rows
 
 
-def _by_score_sequential(job: Job, budgets: dict[str, Tensor] | None) -> list[MatrixRow]:
-    """Block by block: inputs are measured on the outputs of the pruned blocks below."""
-    stream, rows = BlockStream(job.model, job.tokens), []
-    for index in tqdm(range(len(stream.blocks)), desc="prune", unit="block", disable=not job.progress):
-        targets = [t for t in job.targets if t.block == index]
-        measured = Statistics()
-        with fk.collect_statistics({t.name: t.module for t in targets}) as collected:
-            stream.run(index, advance=False)
-        for target in targets:
-            measured.add(target, collected)
-        measured.check(targets, fisher=False)
-        rows += [_prune_by_score(job.config, t, measured.norm(t.name), budgets) for t in targets]
-        stream.run(index, advance=True)
-    return rows
+def _by_block(targets: list[Target]) -> list[tuple[int, list[Target]]]:
+    return [(index, [t for t in targets if t.block == index]) for index in range(1 + targets[-1].block)]
 
 
-def _prune_by_score(
-    config: PruneConfig, target: Target, norm: Tensor | None, budgets: dict[str, Tensor] | None
-) -> MatrixRow:
-    weight = target.weight
-    cols = weight.shape[1]
-    if norm is None:
-        norm = torch.ones(cols, device=weight.device)
-    if config.nm:
-        n, m = config.nm
-        whole = cols - cols % m
-        fk.nm_prune_(weight[:, :whole], norm[:whole], n, m)
-        return _row(target, asked(config, target))
-    keep = budgets[target.name]
-    fk.row_topk_prune_(weight, norm, keep)
-    return _row(target, int(keep.sum()))
+def _measured_inputs(stream: BlockStream, index: int, targets: list[Target]) -> Statistics:
+    """Statistics of a block's inputs on the outputs of the pruned blocks below; all of it before any is pruned."""
+    measured = Statistics()
+    with fk.collect_statistics({t.name: t.module for t in targets}) as collected:
+        stream.run(index, advance=False)
+    for target in targets:
+        measured.add(target, collected)
+    measured.check(targets, fisher=False)
+    return measured
+
+
+def _select(
+    config: PruneConfig, targets: list[Target], statistics: Statistics | None, budgets: dict[str, Tensor] | None
+) -> list[MatrixRow]:
+    """Prune the matrices of one block by score."""
+    weights = [t.weight for t in targets]
+    if config.method == "magnitude":
+        scales = [torch.ones(w.shape[1], device=w.device) for w in weights]
+    else:
+        scales = [statistics.norm(t.name) for t in targets]
+    if not config.nm:
+        keeps = [budgets[t.name] for t in targets]
+        fk.foreach_row_topk_prune_(weights, scales, keeps)
+        return [_row(t, int(keep.sum())) for t, keep in zip(targets, keeps, strict=True)]
+    n, m = config.nm
+    for weight, scale in zip(weights, scales, strict=True):
+        whole = weight.shape[1] - weight.shape[1] % m
+        fk.nm_prune_(weight[:, :whole], scale[:whole], n, m)
+    return [_row(t, asked(config, t)) for t in targets]
 
 
 def _by_obs(job: Job) -> list[MatrixRow]:
@@ -115,9 +120,8 @@ def _by_obs(job: Job) -> list[MatrixRow]:
     config = job.config
     plan = _obs_plan(job)
     stream, rows = BlockStream(job.model, job.tokens), []
-    for index in tqdm(range(len(stream.blocks)), desc="prune", unit="block", disable=not job.progress):
-        targets = [t for t in job.targets if t.block == index]
-        sequential = config.order == "sequential"
+    sequential = config.order == "sequential"
+    for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
         with collect_hessians(targets) as hessians:
             stream.run(index, advance=not sequential)
         factors: dict[int, Tensor] = {}

@@ -1,0 +1,271 @@
+"""The Triton backend: interpreted against the reference, compiled without a GPU, and on a GPU where there is one.
+
+Interpreted cases run in one subprocess, as TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from fwanda_kernels import reference
+from fwanda_kernels.testing import KINDS, assert_masks_equal, make_keep, make_scale, make_weight
+
+ROOT = Path(__file__).parents[1]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPE_OF = dict(zip(KINDS, (BF16, FP16, FP32) * 3, strict=True)) | {"denormal": BF16, "one_huge": FP16}
+DEVICE = "cuda" if torch.cuda.is_available() and __name__ != "__main__" else "cpu"
+
+
+def flag() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+
+def prunes_alike(op: str, module, weight, *arguments) -> None:
+    ours, expected = weight.clone(), weight.clone()
+    getattr(module, op)(ours, *arguments, flag())
+    getattr(reference, op)(expected, *arguments, flag())
+    bits = torch.int32 if weight.dtype == FP32 else torch.int16
+    assert torch.equal(ours.view(bits), expected.view(bits))  # +0.0 and not -0.0
+
+
+def check_row_topk(kind: str, rows: int = 5, cols: int = 100) -> None:
+    from fwanda_kernels.triton import select
+
+    weight = make_weight(rows, cols, DTYPE_OF[kind], kind=kind, device=DEVICE)
+    scale, keep = make_scale(cols, device=DEVICE), make_keep(rows, cols, device=DEVICE)
+    expected = reference.row_topk_mask(weight, scale, keep, None)
+    assert_masks_equal(select.row_topk_mask(weight, scale, keep, None), expected)
+    assert_masks_equal(select.row_topk_mask(weight.t().contiguous().t(), scale, keep, flag()), expected)
+    prunes_alike("row_topk_prune_", select, weight, scale, keep)
+
+
+def check_nm(kind: str) -> None:
+    from fwanda_kernels.triton import sparse24
+
+    for n, m, cols in ((2, 4, 64), (3, 8, 40), (2, 5, 35)):
+        weight, scale = make_weight(3, cols, DTYPE_OF[kind], kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
+        expected = reference.nm_mask(weight, scale, n, m, None)
+        assert_masks_equal(sparse24.nm_mask(weight, scale, n, m, None), expected)
+        prunes_alike("nm_prune_", sparse24, weight, scale, n, m)
+
+
+def threshold_lists(kind: str) -> tuple[list, list, list, int]:
+    weights = [
+        make_weight(r, c, dtype, kind=kind, seed=c, device=DEVICE) for r, c, dtype in ((6, 33, BF16), (3, 64, FP32))
+    ]
+    row_scales = [make_scale(w.shape[0], seed=3, device=DEVICE) for w in weights]
+    col_scales = [make_scale(w.shape[1], seed=4, device=DEVICE) for w in weights]
+    return weights, row_scales, col_scales, sum(w.numel() for w in weights)
+
+
+def check_threshold(kind: str) -> None:
+    from fwanda_kernels.triton import select
+
+    *lists, size = threshold_lists(kind)
+    for total in (0, size // 3, size):
+        ours = select.select_threshold(*lists, total, None)
+        assert torch.equal(ours, reference.select_threshold(*lists, total, None))
+        assert ours.sum() == total
+
+
+def check_missed_bracket() -> None:
+    from fwanda_kernels.triton import select, threshold
+
+    *lists, size = threshold_lists("normal")
+    expected = reference.select_threshold(*lists, size // 2, None)
+    bracket = threshold._bracket
+    for low, high in ((1, 2), (0x7F000000, 0x7F000001)):
+        threshold._bracket = lambda s, t, n, at=(low, high): torch.tensor(
+            [*at, at[0], 1], dtype=torch.int32, device=s.device
+        )
+        assert torch.equal(select.select_threshold(*lists, size // 2, None), expected)
+    threshold._bracket = bracket
+
+
+def check_small_sample() -> None:
+    from fwanda_kernels.triton import select, threshold
+
+    threshold.SAMPLE, before = 64, threshold.SAMPLE
+    check_threshold("heavy_ties")
+    threshold.SAMPLE = before
+    assert select.select_threshold is threshold.select_threshold
+
+
+def check_parts_of_long_rows() -> None:
+    """Two resident parts and a re-read rest, at a size that the interpreter can do."""
+    from fwanda_kernels.triton import select
+
+    parts, select.parts_of = select.parts_of, lambda cols: (64, 32, True, 1, 96)
+    for kind in ("normal", "two_values", "all_equal"):
+        check_row_topk(kind, cols=2500)
+    select.parts_of = parts
+
+
+def check_sq_sums() -> None:
+    from fwanda_kernels.triton import stats
+
+    x = make_weight(300, 70, BF16, device=DEVICE).view(2, 150, 70)
+    mask = torch.arange(300, device=DEVICE).view(2, 150) % 3 != 0
+    x[~mask] = float("nan")
+    acc = torch.ones(70, device=DEVICE)
+    stats.accumulate_sq_sums_(acc, x, mask)
+    expected = 1 + x[mask].double().square().sum(0)
+    assert ((acc - expected).abs() <= 1e-6 * expected).all()
+    again = torch.ones(70, device=DEVICE)
+    stats.accumulate_sq_sums_(again, x, mask)
+    assert torch.equal(acc, again)
+
+
+def check_bad_values() -> None:
+    from fwanda_kernels.triton import select, sparse24
+
+    good_keep = torch.tensor([1, 2], device=DEVICE)
+    for code, value, place in ((1, float("nan"), "weight"), (1, float("inf"), "weight"), (2, -1.0, "scale")):
+        weight, scale = torch.ones(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+        (weight[1] if place == "weight" else scale)[5] = value
+        before = weight.clone()
+        calls = {
+            "row_topk_mask": lambda bad, w=weight, s=scale: select.row_topk_mask(w, s, good_keep, bad),
+            "row_topk_prune_": lambda bad, w=weight, s=scale: select.row_topk_prune_(w, s, good_keep, bad),
+            "nm_mask": lambda bad, w=weight, s=scale: sparse24.nm_mask(w, s, 2, 4, bad),
+            "nm_prune_": lambda bad, w=weight, s=scale: sparse24.nm_prune_(w, s, 2, 4, bad),
+            "select_threshold": lambda bad, w=weight, s=scale: select.select_threshold([w], [s[:2]], [s], 3, bad),
+        }
+        for op, call in calls.items():
+            with pytest.raises(ValueError) as error:
+                call(None)
+            assert str(error.value) == reference.bad_message(op, code)
+            assert torch.equal(weight.nan_to_num(7), before.nan_to_num(7)), f"{op} wrote before it raised"
+            found = flag()
+            call(found)
+            assert found.item() == code
+            weight.copy_(before)
+    with pytest.raises(ValueError, match="keep"):
+        select.row_topk_prune_(torch.ones(2, 8, device=DEVICE), scale.abs(), good_keep + 7, None)
+
+
+def check_negative_zero_scale() -> None:
+    from fwanda_kernels.triton import select
+
+    scale = torch.tensor([-0.0, 0.0, -0.0, 1.0], device=DEVICE)
+    weight, keep = torch.ones(4, 4, device=DEVICE), torch.arange(4, device=DEVICE)
+    expected = reference.row_topk_mask(weight, scale, keep, None)
+    assert_masks_equal(select.row_topk_mask(weight, scale, keep, None), expected)
+
+
+CASES = {f"row_topk-{kind}": (check_row_topk, kind) for kind in KINDS}
+CASES |= {f"nm-{kind}": (check_nm, kind) for kind in ("normal", "two_values", "zeros", "denormal", "one_huge")}
+CASES |= {f"threshold-{kind}": (check_threshold, kind) for kind in ("normal", "all_equal", "zeros", "denormal")}
+CASES |= {
+    check.__name__[6:]: (check,)
+    for check in (
+        check_missed_bracket,
+        check_small_sample,
+        check_parts_of_long_rows,
+        check_sq_sums,
+        check_bad_values,
+        check_negative_zero_scale,
+    )
+}
+
+
+def outcome(check, *arguments) -> str:
+    try:
+        check(*arguments)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+def start(*command: str, interpret: str) -> subprocess.Popen:
+    environment = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", *command], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def report(process: subprocess.Popen) -> dict:
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output[-2000:]
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[int, subprocess.Popen]:
+    pytest.importorskip("triton", reason="triton is not installed")
+    code = "import json; from fwanda_kernels.triton.aot import compile_kernels; print(json.dumps(compile_kernels({})))"
+    return {arch: start("-c", code.format(arch), interpret="0") for arch in (80, 90, 100)}
+
+
+@pytest.fixture(scope="module")
+def interpreted(compiled) -> dict[str, str]:
+    """Runs beside the compilations, which is why it asks for them."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    numpy = pytest.importorskip("numpy", reason="the interpreter needs numpy")
+    version = lambda v: tuple(map(int, v.split(".")[:2]))  # noqa: E731
+    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
+        pytest.skip("this Triton's interpreter needs numpy < 2.4")
+    return report(start(__file__, interpret="1"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(case: str, interpreted: dict[str, str]) -> None:
+    assert not interpreted[case], interpreted[case]
+
+
+@pytest.mark.parametrize("arch", (80, 90, 100))
+def test_compiles_without_spills(arch: int, compiled: dict[int, subprocess.Popen]) -> None:
+    spills = {name: spilled for name, (_, spilled) in report(compiled[arch]).items() if spilled}
+    assert not spills
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_gpu(case: str) -> None:
+    check, *arguments = CASES[case]
+    check(*arguments)
+
+
+@needs_gpu
+@pytest.mark.parametrize("cols", (1000, 4096, 5120, 11008, 13824, 28672, 57344, 100_001))
+@pytest.mark.parametrize("kind", ("normal", "two_values", "all_equal"))
+def test_row_lengths_on_gpu(kind: str, cols: int) -> None:
+    check_row_topk(kind, rows=6, cols=cols)
+
+
+@needs_gpu
+def test_cuda_graph_replays_the_ops() -> None:
+    from fwanda_kernels.triton import select, sparse24, stats
+
+    weight, scale = make_weight(64, 512, BF16, device=DEVICE), make_scale(512, device=DEVICE)
+    keep, bad, acc = make_keep(64, 512, device=DEVICE), flag(), torch.zeros(512, device=DEVICE)
+
+    def ops():
+        acc.zero_()
+        stats.accumulate_sq_sums_(acc, weight, None)
+        counts = select.select_threshold([weight], [scale[:64].contiguous()], [scale], 9000, bad)
+        return select.row_topk_mask(weight, scale, keep, bad), sparse24.nm_mask(weight, scale, 2, 4, bad), counts
+
+    ops()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops()
+    weight.copy_(make_weight(64, 512, BF16, seed=1))
+    graph.replay()
+    replayed = [t.clone() for t in (*captured, acc)]
+    assert all(torch.equal(a, b) for a, b in zip(replayed, (*ops(), acc), strict=True))
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: outcome(*case) for name, case in CASES.items()}))
