@@ -1,0 +1,121 @@
+"""`pytest benchmarks/ --benchmark`: every op against naive torch, checked on the same inputs before it is timed.
+
+Prints pytest-benchmark's table and one of rates, and writes one JSON file to benchmarks/results.
+"""
+
+import datetime
+import json
+import platform
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fwanda_kernels as fk
+from fwanda_kernels.testing import bench
+
+RESULTS = Path(__file__).parent / "results"
+COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--benchmark", action="store_true", help="run the benchmarks instead of skipping them")
+    parser.addoption("--results", default=str(RESULTS), metavar="DIR", help="folder for the JSON file (%(default)s)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--benchmark"):
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="benchmarks run with --benchmark"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def results(request, device):
+    """Collects one row for each benchmark and writes them at the end, whatever failed meanwhile."""
+    collected = {**machine(device), "copy_gb_per_s": round(copy_rate(COPY_BYTES[device], device), 1), "rows": []}
+    yield collected
+    folder = Path(request.config.getoption("--results"))
+    folder.mkdir(parents=True, exist_ok=True)
+    slug = re.sub(r"[^a-z0-9]+", "-", collected["card"].lower()).strip("-")
+    path = folder / f"ops-{slug}-{collected['date']}.json"
+    path.write_text(json.dumps(collected, indent=1) + "\n")
+    request.config.stash[_REPORT] = collected, path
+
+
+_REPORT = pytest.StashKey()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if _REPORT not in config.stash:
+        return
+    collected, path = config.stash[_REPORT]
+    terminalreporter.section(f"{collected['card']}, copy {collected['copy_gb_per_s']} GB/s")
+    for line in table(collected["rows"]):
+        terminalreporter.write_line(line)
+    terminalreporter.write_line(f"written to {path}")
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Lines of the table of rates."""
+    head = ("op", "case", "backend", "us", "GB/s", "% of copy", "naive us", "speedup", "mJ")
+    cells = [head]
+    for row in rows:
+        joules = "-" if row["joules"] is None else f"{row['joules'] * 1e3:.3g}"
+        rates = ("-", "-") if row["bytes"] is None else (f"{row['gb_per_s']:.0f}", f"{row['percent_of_copy']:.0f}")
+        cells.append((
+            row["op"], row["case"], row["backend"], f"{row['us']:.1f}", *rates, f"{row['naive_us']:.0f}",
+            f"{row['naive_us'] / row['us']:.1f}x", joules,
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+def copy_rate(size: int, device: str) -> float:
+    """GB/s of copying `size` bytes, read and written bytes counted."""
+    count = max(2, 2 * COPY_BYTES[device] // (2 * size)) if size < COPY_BYTES[device] else 1
+    pairs = [torch.empty(2, max(size // 2, 1), dtype=torch.uint8, device=device).random_() for _ in range(count)]
+    calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]
+    return bench(calls, device=device).gb_per_s(size)
+
+
+def machine(device: str) -> dict:
+    """What a result must name: card, driver, versions, date."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    return {
+        "card": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
+        "driver": driver() if device == "cuda" else None,
+        "threads": None if device == "cuda" else torch.get_num_threads(),
+        "fwanda_kernels": fk.__version__,
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def cpu_name() -> str:
+    try:
+        return re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())[1]
+    except (OSError, TypeError):
+        return platform.processor() or platform.machine()
+
+
+def driver() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
+    except Exception:  # a result without the driver's version is still a result
+        return None
