@@ -2,7 +2,7 @@
 
 from ._dispatch import BackendError, backends, explain, use_backend
 from .allocate import allocate_budgets, allocate_row_budgets
-from .hooks import LayerStatistics, collect_statistics
+from .hooks import LayerStatistics, collect_hessians, collect_statistics
 from .ops import (
     accumulate_gram_,
     accumulate_sq_sums_,
@@ -29,6 +29,7 @@ __all__ = [
     "allocate_budgets",
     "allocate_row_budgets",
     "backends",
+    "collect_hessians",
     "collect_statistics",
     "compress_24",
     "compress_24_cusparselt",

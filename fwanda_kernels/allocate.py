@@ -31,7 +31,8 @@ def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, b
 
     Rule: x_i = clamp(lambda * v_i, k_min, k_max) with the lambda for which the x_i sum to total, then floor, then +1 to
     the largest remainders, ties to the lowest row. Rows with v_i = 0 stay at k_min until all others are at k_max; the
-    rest is spread evenly over them. Source: the paper, equation 4 and algorithm 2 (which clamps both bounds at once and
+    rest is spread evenly over them; rows below 2^-900 of the largest count as 0. Source: the paper, equation 3 and
+    algorithm 2 (which clamps both bounds at once and
     can lose the total).
     """
     return allocate_budgets([v], [total], k_min=k_min, k_max=[k_max], bad=bad)[0]
@@ -122,8 +123,7 @@ def _water_fill(signal: Tensor, positive: Tensor, total: Tensor, k_min: int, k_m
     below = torch.full_like(total, -1)
     above = torch.full_like(total, _LARGEST_LAMBDA, dtype=torch.float64).view(torch.int64)
     for _ in range(_FLOAT64_BITS):
-        middle = below + (above - below + 1) // 2
-        middle = torch.where(middle == above, middle - 1, middle).clamp(min=0)
+        middle = (below + (above - below) // 2).clamp(min=0)
         reaches = _clamped(middle, signal, low, high).sum(1, keepdim=True) >= total
         below, above = torch.where(reaches, below, middle), torch.where(reaches, middle, above)
     return _clamped(above, signal, low, high)

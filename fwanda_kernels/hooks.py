@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .ops import accumulate_sq_sums_
+from .ops import accumulate_gram_, accumulate_sq_sums_
+
+
+class _LastInput:
+    """What was computed from the last input, for the modules that are called with the same tensor next."""
+
+    def __init__(self):
+        self._key: tuple | None = None
+        self.value: Any = None
+
+    def matches(self, x: Tensor, mask: Tensor | None) -> bool:
+        # without a version (inference mode) it cannot be told whether x changed in between
+        if self._key is None or x.is_inference():
+            return False
+        last, version, last_mask = self._key
+        return last is x and version == x._version and last_mask is mask
+
+    def keep(self, x: Tensor, mask: Tensor | None, value: Any) -> None:
+        self._key, self.value = (x, None if x.is_inference() else x._version, mask), value
+
+    def clear(self) -> None:
+        self._key = self.value = None
 
 
 class LayerStatistics:
@@ -53,7 +76,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         self._modules = dict(modules)
         self._statistics: dict[str, LayerStatistics] = {}
         self._handles: list = []
-        self._last_input: tuple | None = None
+        self._last_input = _LastInput()
         self.token_mask = None
 
     def __getitem__(self, name: str) -> LayerStatistics:
@@ -85,7 +108,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._last_input = None
+        self._last_input.clear()
 
     def _forward_hook(self, name: str):
         def hook(_module, inputs, output):
@@ -119,16 +142,49 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         return mask.to(x.device)
 
     def _squared_sums(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """[C] sums of one input; the last one is kept, so that modules called with the same tensor share it."""
-        version = None if x.is_inference() else x._version
-        if self._last_input is not None and version is not None:  # no version: cannot tell whether x changed
-            last, last_version, last_mask, sums = self._last_input
-            if last is x and last_version == version and last_mask is self._token_mask:
-                return sums
-        sums = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
-        accumulate_sq_sums_(sums, x.detach(), token_mask=mask)
-        self._last_input = (x, version, self._token_mask, sums)
-        return sums
+        """[C] sums of one input; modules called with the same tensor share them."""
+        if not self._last_input.matches(x, self._token_mask):
+            sums = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
+            accumulate_sq_sums_(sums, x.detach(), token_mask=mask)
+            self._last_input.keep(x, self._token_mask, sums)
+        return self._last_input.value
+
+
+@contextmanager
+def collect_hessians(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """Context manager that sums X^T X of the inputs of linear layers: name -> [C, C] fp32, for obs_factor().
+
+    Modules that are called with the same tensor (q/k/v, gate/up) share one matrix, the same object: one factor serves
+    them all. A module that is never called has no entry.
+
+    Args:
+        modules: name -> linear module with one input [..., C]. Call them in the same order in every forward pass.
+    """
+    hessians: dict[str, Tensor] = {}
+    owners: dict[str, str] = {}
+    last = _LastInput()
+
+    def hook_of(name: str):
+        def hook(_module, inputs, _output):
+            x = inputs[0]
+            if name not in owners:
+                owners[name] = owners[last.value] if last.matches(x, None) else name
+                if owners[name] == name:
+                    hessians[name] = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
+                hessians[name] = hessians[owners[name]]
+            if owners[name] == name:
+                accumulate_gram_(hessians[name], x.detach())
+            last.keep(x, None, name)
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in modules.items()]
+    try:
+        yield hessians
+    finally:
+        for handle in handles:
+            handle.remove()
+        last.clear()
 
 
 def _recomputing() -> bool:

@@ -126,7 +126,7 @@ def row_topk_mask(weight: Tensor, scale: Tensor, keep: int | Tensor, *, bad: Ten
         ValueError: a shape, dtype, device or int keep does not fit; without `bad`, a value does not.
 
     Tie rule: the score is one rounded fp32 product; among equal scores the lowest column is removed first.
-    Moves 3 B per bf16 weight. Source: Sun et al. 2024 (Wanda), equation 1; the paper, equation 4.
+    Moves 3 B per bf16 weight. Source: Sun et al. 2024 (Wanda), equation 1; the paper, equation 1.
     """
     keep = _selection_arguments("row_topk_mask", weight, scale, keep, bad)
     return _row_topk_mask(weight, scale, keep, bad)
@@ -235,7 +235,9 @@ def _pattern_arguments(op: str, weight: Tensor, scale: Tensor, n: int, m: int, b
     checks.expect_weight(op, weight)
     checks.expect(op, "scale", scale, weight.shape[1:], FP32, weight)
     checks.expect_bad(op, bad, weight)
-    checks.expect_pattern(op, weight.shape[1], n, m)
+    checks.expect_pattern(op, n, m)
+    if weight.shape[1] % m:
+        raise ValueError(f"{op}: C={weight.shape[1]} columns are not a multiple of m={m}")
 
 
 _compress_24 = define(
@@ -416,8 +418,9 @@ def obs_prune_(
             floor(s R b) - floor(s R a) entries go, so the matrix loses floor(s R C).
         keep: [R] int64, kept per row; row i loses floor(p b / C) - floor(p a / C) entries of a block, p = C - keep[i].
         mask: [R, C] bool, True = keep, fixed beforehand; only the update is computed.
-        pattern: (n, m), keep n of every m columns, C a multiple of m; block is rounded up to a multiple of m.
-        row_weight: [R] fp32 >= 0, multiplies the score of each row (F-SparseGPT: omega^p).
+        pattern: (n, m), keep n of every m columns; block is rounded up to a multiple of m. The last C % m columns stay
+            dense and take up error, so check C yourself where the pattern must cover it.
+        row_weight: [R] fp32, finite and >= 0, multiplies the score of each row (F-SparseGPT: omega^p).
         block: columns in a block of the lazy update and of the selection.
         damping: as in obs_factor(), used with `hessian` only.
 
@@ -427,7 +430,8 @@ def obs_prune_(
             for the device; with `factor` the caller reads info).
 
     Dead columns are set to zero first. The score is w^2 / U_cc^2 on the updated weights; among equal scores the lowest
-    (row, column) is removed first. Source: Frantar and Alistarh 2023 (SparseGPT), algorithm 1.
+    (row, column) is removed first. Values of weight, keep and row_weight are checked on the CPU only: nothing waits for
+    a CUDA device. Source: Frantar and Alistarh 2023 (SparseGPT), algorithm 1.
     """
     op = "obs_prune_"
     checks.expect_weight(op, weight)
@@ -447,7 +451,7 @@ def obs_prune_(
     if mask is not None:
         checks.expect(op, "mask", mask, (rows, cols), BOOL, weight)
     if pattern is not None:
-        checks.expect_pattern(op, cols, *pattern)
+        checks.expect_pattern(op, *pattern)
     if row_weight is not None:
         checks.expect(op, "row_weight", row_weight, [rows], FP32, weight)
     if block < 1 or not damping > 0:

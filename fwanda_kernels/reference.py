@@ -247,20 +247,21 @@ def obs_prune_(
             drop = _lowest_per_row((local.square() * weighting).T, counts).T
         else:
             drop = torch.zeros_like(local, dtype=torch.bool)
-        errors = _sweep_block(local, upper, drop, None if pattern is None else (pattern, weighting))
+        errors = _sweep_block(local, upper, drop, pattern, weighting)
         columns[b:].addmm_(factor[a:b, b:].T, errors, alpha=-1)
     weight.copy_(columns.T)
 
 
-def _sweep_block(local: Tensor, upper: Tensor, drop: Tensor, pattern) -> Tensor:
+def _sweep_block(local: Tensor, upper: Tensor, drop: Tensor, pattern: list[int] | None, weighting: Tensor) -> Tensor:
     """Zero the dropped entries column by column and move their error to the columns on the right.
 
-    local, drop: [B, R], a row for each column of the weight. Returns the errors [B, R].
+    local, drop: [B, R], a row for each column of the weight. A pattern chooses what to drop when its group begins; the
+    columns after the last whole group stay. Returns the errors [B, R].
     """
     errors = torch.empty_like(local)
+    n, m = pattern or (0, 0)
     for c in range(local.shape[0]):
-        if pattern is not None and c % pattern[0][1] == 0:
-            (n, m), weighting = pattern
+        if m and c % m == 0 and c + m <= local.shape[0]:
             group = slice(c, c + m)
             score = (local[group].square() * weighting[group]).T
             drop[group] = _lowest_per_row(score, torch.full_like(score[:, 0], m - n, dtype=torch.int64)).T

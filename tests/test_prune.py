@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
-from fwanda_pruner.config import ALLOCATIONS
+from fwanda_pruner.config import METHODS
 from fwanda_pruner.evaluate import audit
 from fwanda_pruner.model import find_targets
 
 TOKENS = tiny.tokens(5, 24)
 ORDERS = ("onepass", "sequential")
-EVERY = [(m, a, o) for m, allowed in ALLOCATIONS.items() for a in allowed for o in ORDERS[: 1 + (m != "magnitude")]]
+EVERY = [(m, a, o) for m, facts in METHODS.items() for a in facts.allocations for o in ORDERS[: 1 + (m != "magnitude")]]
 
 
 def prune(model, **settings):
@@ -90,24 +90,37 @@ def test_nm_tail_dense_leaves_the_last_columns_and_counts_exactly(method):
             assert torch.equal(target.weight[:, -2:], dense[target.name][:, -2:])
 
 
-def test_sparsegpt_updates_the_dense_tail_of_a_pattern_to_lower_the_error():
-    """With the head fixed, the tail minimises the damped output error: its gradient there vanishes."""
-    from fwanda_kernels import obs_factor
-    from fwanda_pruner.methods import _prune_by_obs
-    from fwanda_pruner.model import Target
+def idle_experts(model):
+    """Two linear layers of different shape in the first block that no token reaches."""
+    model.model.layers[0].up = torch.nn.Linear(32, 40, bias=False)
+    model.model.layers[0].down = torch.nn.Linear(40, 32, bias=False)
+    return model
 
-    torch.manual_seed(1)
-    module = torch.nn.Linear(10, 6, bias=False)
-    before = module.weight.detach().clone()
-    x = torch.randn(64, 10)
-    hessian = x.T @ x
-    factor, _ = obs_factor(hessian)
-    config = PruneConfig(method="sparsegpt", pattern="2:4", nm_tail="dense").resolved()
-    _prune_by_obs(config, Target("m", 0, module), factor, {"pattern": (2, 4)}, None)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(10)
-    gradient = ((module.weight.detach() - before) @ damped)[:, 8:]
-    assert gradient.abs().max() < 1e-3 * (before @ damped).abs().max()
-    assert not torch.equal(module.weight[:, 8:], before[:, 8:])
+
+@pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
+def test_a_matrix_without_tokens_is_pruned_by_magnitude_and_named(method, allocation, order):
+    model = idle_experts(tiny.llama())
+    weight = model.model.layers[0].up.weight.detach().clone()
+    report = prune(model, method=method, allocation=allocation, order=order, sparsity=0.5)
+    found = model.model.layers[0].up.weight
+    assert int((found == 0).sum()) == weight.numel() // 2
+    assert weight[found == 0].abs().max() < weight[found != 0].abs().quantile(0.8)
+    assert method == "magnitude" or any("layers.0.up saw no calibration token" in line for line in report.warnings)
+
+
+def test_a_matrix_that_is_no_linear_layer_is_listed_as_left_dense():
+    model = tiny.llama()
+    model.model.layers[1].experts = torch.nn.Module()
+    model.model.layers[1].experts.fused = torch.nn.Parameter(torch.ones(2, 3, 4))
+    row = next(r for r in prune(model, method="wanda").to_dict()["matrices"] if r["skipped"])
+    assert row["name"] == "model.layers.1.experts.fused" and row["shape"] == [2, 3, 4]
+    assert row["sparsity"] == 0 and row["kept"] == 24 and "not a linear layer" in row["skipped"]
+
+
+def test_the_report_names_the_text_that_was_used():
+    config = prune(tiny.llama(), method="wanda", eval=tiny.tokens(3, 16)).config
+    assert (config["calibration"], config["nsamples"], config["seqlen"]) == ("tokens", 5, 24)
+    assert (config["eval"], config["eval_windows"], config["eval_seqlen"]) == ("tokens", 3, 16)
 
 
 @pytest.mark.parametrize("settings", [{"method": "wanda"}, {"method": "fwanda", "allocation": "global"}])
@@ -215,10 +228,11 @@ def test_reloaded_model_gives_equal_logits_and_the_reported_zeros(tmp_path, dtyp
     assert all(counts[r.name][0] == r.numel - r.kept + r.kept_zero for r in report.matrices)
 
 
-def test_runs_are_deterministic():
+@pytest.mark.parametrize(("method", "allocation"), sorted({(m, a) for m, a, _ in EVERY}))
+def test_runs_are_deterministic(method, allocation):
     first, second = tiny.llama(), tiny.llama()
     for model in (first, second):
-        prune(model, method="fsparsegpt", allocation="global", sparsity=0.5)
+        prune(model, method=method, allocation=allocation, sparsity=0.5)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 

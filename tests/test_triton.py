@@ -109,6 +109,37 @@ def check_parts_of_long_rows() -> None:
     select.parts_of = parts
 
 
+def check_foreach_row_topk() -> None:
+    from fwanda_kernels.triton import select
+
+    weights = [make_weight(r, c, dtype, seed=c, device=DEVICE) for r, c, dtype in ((3, 40, BF16), (5, 33, FP32))]
+    scales = [make_scale(w.shape[1], device=DEVICE) for w in weights]
+    keeps = [make_keep(*w.shape, device=DEVICE) for w in weights]
+    expected = [w.clone() for w in weights]
+    reference.foreach_row_topk_prune_(expected, scales, keeps, None)
+    ours = [w.clone() for w in weights]
+    select.foreach_row_topk_prune_(ours, scales, keeps, None)
+    assert all(map(torch.equal, ours, expected))
+    weights[1][4, 7] = float("nan")
+    before, bad = [w.clone() for w in weights], torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="at index 1: weight has NaN or inf"):
+        select.foreach_row_topk_prune_(weights, scales, keeps, None)
+    assert all(map(torch.equal, map(torch.nan_to_num, weights), map(torch.nan_to_num, before)))
+    select.foreach_row_topk_prune_(weights, scales, keeps, bad)
+    assert bad.tolist() == [0, 1] and torch.equal(weights[0], expected[0])
+
+
+def check_compress_24(kind: str, rows: int = 64, cols: int = 160) -> None:
+    from fwanda_kernels.triton import sparse24
+
+    dtype = FP16 if DTYPE_OF[kind] == FP16 else BF16
+    weight, scale = make_weight(rows, cols, dtype, kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
+    expected = reference.compress_24(weight, scale, None)
+    for given in (weight, weight.t().contiguous().t()):
+        for actual, wanted in zip(sparse24.compress_24(given, scale, None), expected, strict=True):
+            assert torch.equal(actual.view(torch.int16), wanted.view(torch.int16))
+
+
 def check_sq_sums() -> None:
     from fwanda_kernels.triton import stats
 
@@ -119,9 +150,45 @@ def check_sq_sums() -> None:
     stats.accumulate_sq_sums_(acc, x, mask)
     expected = 1 + x[mask].double().square().sum(0)
     assert ((acc - expected).abs() <= 1e-6 * expected).all()
-    again = torch.ones(70, device=DEVICE)
-    stats.accumulate_sq_sums_(again, x, mask)
-    assert torch.equal(acc, again)
+
+
+def check_foreach_sq_sums(scale: int = 1) -> None:
+    """The bits of single calls, for mixed dtypes, widths, strides, alignments and token counts, and twice the same."""
+    from fwanda_kernels.triton import stats
+
+    shapes = ((300, 48, BF16), (70, 70, BF16), (5, 33, FP32), (0, 16, BF16), (300 * scale, 64, BF16), (9, 16, FP16))
+    xs = [make_weight(t, c, dtype, seed=c, device=DEVICE) for t, c, dtype in shapes]
+    xs += [xs[0].t().contiguous().t(), make_weight(20, 65, BF16, device=DEVICE)[:, 1:], xs[0].view(3, 100, 48)]
+    single = [torch.ones(x.shape[-1], device=DEVICE) for x in xs]
+    for acc, x in zip(single, xs, strict=True):
+        if x.numel():
+            stats.accumulate_sq_sums_(acc, x, None)
+    for _ in range(2):
+        grouped = [torch.ones(x.shape[-1], device=DEVICE) for x in xs]
+        stats.foreach_accumulate_sq_sums_(grouped, xs, None)
+        assert all(map(torch.equal, grouped, single))
+    mask = torch.arange(20, device=DEVICE) % 3 != 0
+    xs, accs = [x[:20].clone() for x in xs[:2]], [torch.zeros(96, device=DEVICE)[::2], torch.zeros(70, device=DEVICE)]
+    expected = [x[mask].double().square().sum(0) for x in xs]
+    for x in xs:
+        x[~mask] = float("nan")
+    stats.foreach_accumulate_sq_sums_(accs, xs, mask)
+    for acc, wanted in zip(accs, expected, strict=True):
+        assert ((acc - wanted).abs() <= 1e-6 * wanted).all()
+
+
+def check_sq_sums_order() -> None:
+    """Slabs of 256 tokens in fp32, each tile of 64 folded by halves, then the slabs in fp64: also what a GPU gives."""
+    from fwanda_kernels.triton import stats
+
+    x = make_weight(400, 24, BF16, device=DEVICE)
+    squares = torch.cat((x.float().square(), torch.zeros(112, 24, device=DEVICE))).view(2, 4, 64, 24)
+    slabs = squares[:, 0] + squares[:, 1] + squares[:, 2] + squares[:, 3]
+    while slabs.shape[1] > 1:
+        slabs = slabs[:, : slabs.shape[1] // 2] + slabs[:, slabs.shape[1] // 2 :]
+    acc = torch.ones(24, device=DEVICE)
+    stats.accumulate_sq_sums_(acc, x, None)
+    assert torch.equal(acc, (1 + slabs.double().sum(0)[0]).float())
 
 
 def check_bad_values() -> None:
@@ -137,6 +204,9 @@ def check_bad_values() -> None:
             "row_topk_prune_": lambda bad, w=weight, s=scale: select.row_topk_prune_(w, s, good_keep, bad),
             "nm_mask": lambda bad, w=weight, s=scale: sparse24.nm_mask(w, s, 2, 4, bad),
             "nm_prune_": lambda bad, w=weight, s=scale: sparse24.nm_prune_(w, s, 2, 4, bad),
+            "compress_24": lambda bad, w=weight, s=scale: sparse24.compress_24(
+                w.to(BF16).repeat(16, 4), s.repeat(4), bad
+            ),
             "select_threshold": lambda bad, w=weight, s=scale: select.select_threshold([w], [s[:2]], [s], 3, bad),
         }
         for op, call in calls.items():
@@ -162,7 +232,8 @@ def check_negative_zero_scale() -> None:
 
 
 CASES = {f"row_topk-{kind}": (check_row_topk, kind) for kind in KINDS}
-CASES |= {f"nm-{kind}": (check_nm, kind) for kind in ("normal", "two_values", "zeros", "denormal", "one_huge")}
+CASES |= {f"nm-{kind}": (check_nm, kind) for kind in ("normal", "two_values", "denormal", "one_huge")}
+CASES |= {f"compress_24-{kind}": (check_compress_24, kind) for kind in ("normal", "heavy_ties", "zeros", "one_huge")}
 CASES |= {f"threshold-{kind}": (check_threshold, kind) for kind in ("normal", "all_equal", "zeros", "denormal")}
 CASES |= {
     check.__name__[6:]: (check,)
@@ -170,7 +241,10 @@ CASES |= {
         check_missed_bracket,
         check_small_sample,
         check_parts_of_long_rows,
+        check_foreach_row_topk,
         check_sq_sums,
+        check_sq_sums_order,
+        check_foreach_sq_sums,
         check_bad_values,
         check_negative_zero_scale,
     )
@@ -245,26 +319,83 @@ def test_row_lengths_on_gpu(kind: str, cols: int) -> None:
 
 
 @needs_gpu
+def test_grouped_sums_on_gpu() -> None:
+    check_foreach_sq_sums(scale=100)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ("normal", "two_values"))
+def test_compress_24_on_gpu_is_what_torch_packs(kind: str) -> None:
+    from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
+
+    from fwanda_kernels.triton import sparse24
+
+    for rows, cols in ((32, 32), (4096, 4096), (1376, 11008)):
+        weight, scale = make_weight(rows, cols, BF16, kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
+        values, meta = sparse24.compress_24(weight, scale, flag())
+        pruned = weight.clone()
+        sparse24.nm_prune_(pruned, scale, 2, 4, flag())
+        packed, reordered = sparse_semi_structured_from_dense_cutlass(pruned)
+        assert torch.equal(values, packed) and torch.equal(meta, reordered.view(rows, cols // 16))
+
+
+@needs_gpu
 def test_cuda_graph_replays_the_ops() -> None:
     from fwanda_kernels.triton import select, sparse24, stats
 
     weight, scale = make_weight(64, 512, BF16, device=DEVICE), make_scale(512, device=DEVICE)
-    keep, bad, acc = make_keep(64, 512, device=DEVICE), flag(), torch.zeros(512, device=DEVICE)
+    keep, bad, accs = make_keep(64, 512, device=DEVICE), flag(), torch.zeros(3, 512, device=DEVICE)
+    pruned = torch.empty(2, 64, 512, dtype=BF16, device=DEVICE)
+    bads = torch.zeros(2, dtype=torch.int32, device=DEVICE)
 
     def ops():
-        acc.zero_()
-        stats.accumulate_sq_sums_(acc, weight, None)
+        accs.zero_()
+        stats.accumulate_sq_sums_(accs[0], weight, None)
+        stats.foreach_accumulate_sq_sums_([accs[1], accs[2]], [weight, weight[:40]], None)
         counts = select.select_threshold([weight], [scale[:64].contiguous()], [scale], 9000, bad)
-        return select.row_topk_mask(weight, scale, keep, bad), sparse24.nm_mask(weight, scale, 2, 4, bad), counts
+        pruned.copy_(weight)
+        select.foreach_row_topk_prune_(list(pruned), [scale, scale], [keep, keep.flip(0)], bads)
+        masks = select.row_topk_mask(weight, scale, keep, bad), sparse24.nm_mask(weight, scale, 2, 4, bad)
+        return *masks, counts, *sparse24.compress_24(weight, scale, bad), accs, pruned
 
     ops()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = ops()
-    weight.copy_(make_weight(64, 512, BF16, seed=1))
-    graph.replay()
-    replayed = [t.clone() for t in (*captured, acc)]
-    assert all(torch.equal(a, b) for a, b in zip(replayed, (*ops(), acc), strict=True))
+    for seed in (1, 2):
+        weight.copy_(make_weight(64, 512, BF16, seed=seed))
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        assert all(torch.equal(a, b) for a, b in zip(replayed, ops(), strict=True))
+    assert not bad.any() and not bads.any()
+
+
+@needs_gpu
+def test_more_than_two_billion_elements_on_gpu() -> None:
+    """Rows and columns beyond element 2^31 give what they give alone."""
+    from fwanda_kernels.triton import select, sparse24, stats
+
+    rows, cols = 70_000, 32_768
+    places = torch.tensor([0, 65_535, 65_536, 65_537, rows - 1], device=DEVICE)
+    weight = torch.empty(rows, cols, dtype=BF16, device=DEVICE)
+    for piece in weight.split(5000):
+        piece.normal_()
+    scale, keep, bad = make_scale(cols, device=DEVICE), make_keep(rows, cols, device=DEVICE), flag()
+    whole = weight[: rows // 32 * 32]
+    values, meta = sparse24.compress_24(whole, scale, bad)
+    alone = reference.compress_24(whole[-32:], scale, None)
+    assert torch.equal(values[-32:], alone[0])
+    assert torch.equal(meta.view(cols // 32, -1)[:, -64:], alone[1].view(cols // 32, -1))
+    del values, meta
+    acc, grouped, expected = torch.zeros(3, cols, device=DEVICE)
+    stats.accumulate_sq_sums_(acc, weight, None)
+    stats.foreach_accumulate_sq_sums_([grouped], [weight], None)
+    reference.accumulate_sq_sums_(expected, weight, None)
+    assert torch.equal(acc, grouped) and ((acc - expected).abs() <= 1e-5 * expected).all()
+    some = weight[places]
+    reference.row_topk_prune_(some, scale, keep[places], None)
+    select.row_topk_prune_(weight, scale, keep, bad)
+    assert torch.equal(weight[places], some) and not bad.any()
 
 
 if __name__ == "__main__":

@@ -42,8 +42,17 @@ def _cases(weight: str) -> Iterator[tuple]:
     constants = {"MASKED": True, "BLOCK_T": stats.BLOCK_T, "BLOCK_C": stats.BLOCK_C}
     types = [weight, "*u8", "*fp32", "i32", "i32", *strides, "i32"]
     yield "sq_sums", stats._sq_sums_kernel, types, constants, {"num_warps": stats.WARPS}
-    constants = {"BLOCK_S": stats.MAX_SLABS, "BLOCK_C": 32}
+    constants = {"BLOCK_S": stats.MAX_SLABS, "BLOCK_C": stats.FINISH_C}
     yield "add_slabs", stats._add_slabs_kernel, ["*fp32", "*fp32", "i32", "i32", 1], constants, plain
+    types, group = ["*fp32", "*i64", "i32"], {"BLOCK_L": 16}
+    yield "foreach_add_slabs", stats._foreach_add_slabs_kernel, types, constants | group, plain
+    constants = group | {"MASKED": False, "VECTORS": True, "BLOCK_T": stats.BLOCK_T, "BLOCK_C": stats.BLOCK_C}
+    types, options = [weight, "*u8", *types], {"num_warps": stats.WARPS}
+    yield "foreach_sq_sums", stats._foreach_sq_sums_kernel, types, constants, options
+    if weight != "*fp32":
+        types = [weight, "*fp32", weight, "*i16", "*i32", "i32", "i32", *strides]
+        constants, options = {"BLOCK_R": 32, "BLOCK_C": sparse24.PACK_C}, {"num_warps": sparse24.PACK_WARPS}
+        yield "compress_24", sparse24._compress_24_kernel, types, constants, options
     yield from _nm_cases(weight, strides)
     yield from _row_topk_cases(weight, strides)
     types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
@@ -51,7 +60,7 @@ def _cases(weight: str) -> Iterator[tuple]:
     yield "sample", threshold._sample_kernel, types, constants, plain
     types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
     for final in (False, True):
-        constants = {"FINAL": final, "DENSE": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
+        constants = {"FINAL": final, "VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
         yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
 
 

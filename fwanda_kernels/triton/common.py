@@ -112,6 +112,12 @@ def serves(tensor: Tensor) -> bool:
     return tensor.is_cuda and _capable(tensor.device.index)
 
 
+def in_vectors(matrix: Tensor) -> bool:
+    """Whether rows can be read 16 bytes at a time: dense, and pointer, row stride and columns multiples of 16."""
+    rows, cols = matrix.stride()
+    return cols == 1 and not (matrix.data_ptr() | rows | matrix.shape[1]) % 16
+
+
 @cache
 def _capable(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)

@@ -27,7 +27,7 @@ from .common import (
 )
 from .threshold import select_threshold
 
-__all__ = ["row_topk_mask", "row_topk_prune_", "select_threshold"]
+__all__ = ["foreach_row_topk_prune_", "row_topk_mask", "row_topk_prune_", "select_threshold"]
 
 # up to so many columns: A, B, num_warps, most registers a thread (without spills); columns beyond A + B are re-read
 PARTS = (
@@ -221,4 +221,20 @@ def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | N
         check_values("row_topk_prune_", weight, scale, keep)
         bad = new_flag(weight)
     _launch(weight, scale, keep, weight, bad, prune=True)
+    return None
+
+
+def foreach_row_topk_prune_(
+    weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor | None
+) -> None:
+    """One launch a matrix; without `bad`, all matrices are checked before any is written."""
+    if not all(serves(weight) for weight in weights):
+        return NotImplemented
+    lists = list(zip(weights, [s.contiguous() for s in scales], [k.contiguous() for k in keeps], strict=True))
+    if bad is None:
+        for i, matrix in enumerate(lists):
+            check_values(f"foreach_row_topk_prune_ at index {i}", *matrix)
+        bad = torch.zeros(len(lists), dtype=torch.int32, device=weights[0].device)
+    for i, (weight, scale, keep) in enumerate(lists):
+        _launch(weight, scale, keep, weight, bad[i : i + 1], prune=True)
     return None

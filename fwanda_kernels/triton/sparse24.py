@@ -1,6 +1,7 @@
 """N:M selection: each thread holds whole groups of m, ranks them by comparison and writes mask or pruned weight.
 
-Convention: tiles are [BLOCK_R rows, BLOCK_G groups, M2 columns], M2 the power of two at or above m.
+Convention: tiles are [BLOCK_R rows, BLOCK_G groups, M2 columns], M2 the power of two at or above m. compress_24 packs
+tiles of 32 rows, within which the metadata of two words of columns is one contiguous stretch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .common import (
 
 MAX_GROUP = 32
 TILE, WARPS = 2048, 4
+PACK_C, PACK_WARPS = 128, 4
 
 
 @triton.jit
@@ -102,3 +104,68 @@ def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None)
         bad = new_flag(weight)
     _launch(weight, scale, weight, n, m, bad, prune=True)
     return None
+
+
+@triton.jit
+def _quarters(v):
+    """The columns 0, 1, 2 and 3 of each group of 4 of v [R, C], each [R, C / 4]."""
+    even, odd = tl.split(tl.reshape(v, (v.shape[0], v.shape[1] // 4, 2, 2)))
+    v0, v2 = tl.split(even)
+    v1, v3 = tl.split(odd)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def _compress_24_kernel(
+    weight, scale, values, meta, bad, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    strips = (cols + BLOCK_C - 1) // BLOCK_C
+    band = tl.program_id(0) // strips
+    start = tl.program_id(0) % strips * BLOCK_C
+    row = (band * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    c = start + tl.arange(0, BLOCK_C)
+    address = weight + row * stride_r + c.to(tl.int64)[None, :] * stride_c
+    w = tl.load(address, mask=(c < cols)[None, :], other=0.0)
+    s = tl.load(scale + c, mask=c < cols, other=0.0)
+    w0, w1, w2, w3 = _quarters(w)
+    k0, k1, k2, k3 = _quarters(score_key(w, s[None, :]))
+    # 1 where the second of two columns goes before the first; of equals the lowest is removed first
+    a01, a02, a03 = (k1 >= k0).to(tl.int32), (k2 >= k0).to(tl.int32), (k3 >= k0).to(tl.int32)
+    a12, a13, a23 = (k2 >= k1).to(tl.int32), (k3 >= k1).to(tl.int32), (k3 >= k2).to(tl.int32)
+    keep0 = a01 + a02 + a03 < 2
+    keep1 = a12 + a13 - a01 < 1
+    keep2 = a23 - a02 - a12 < 0
+    keep3 = a03 + a13 + a23 > 1
+    low = tl.where(keep0, w0, tl.where(keep1, w1, w2))
+    high = tl.where(keep3, w3, tl.where(keep2, w2, w1))
+    packed = tl.reshape(tl.join(low, high), (BLOCK_R, BLOCK_C // 2))
+    half = start // 2 + tl.arange(0, BLOCK_C // 2)
+    tl.store(values + row * (cols // 2) + half[None, :], packed, mask=(half < cols // 2)[None, :])
+    nibble = tl.where(keep0, 0, tl.where(keep1, 1, 2)) | (tl.where(keep3, 3, tl.where(keep2, 2, 1)) << 2)
+    places = 4 * tl.arange(0, 4)[None, None, :]
+    word = tl.sum(tl.reshape(nibble, (BLOCK_R, BLOCK_C // 16, 4)) << places, axis=2).to(tl.int16)
+    # row bits 43210 and column bit 0 of a word are stored in the order 2 1 0 4 c 3
+    word = tl.permute(tl.reshape(word, (2, 2, 8, BLOCK_C // 32, 2)), (3, 2, 0, 4, 1))
+    pair = start // 32 + tl.arange(0, BLOCK_C // 32)[:, None]
+    target = meta + pair.to(tl.int64) * (2 * rows) + (band * 64 + tl.arange(0, 64))[None, :]
+    tl.store(target, tl.reshape(word, (BLOCK_C // 32, 64)), mask=pair < cols // 32)
+    flag(bad, tl.where(tl.max(tl.max(magnitude_bits(w), axis=1), axis=0) < INFINITE_BITS, 0, BAD_WEIGHT))
+    if band == 0:
+        flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
+
+
+def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not serves(weight):
+        return NotImplemented
+    rows, cols = weight.shape
+    values = torch.empty(rows, cols // 2, dtype=weight.dtype, device=weight.device)
+    meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
+    found = new_flag(weight) if bad is None else bad
+    with on_device(weight):
+        _compress_24_kernel[(rows // 32 * triton.cdiv(cols, PACK_C),)](
+            weight, scale.contiguous(), values, meta, found, rows, cols, *weight.stride(),
+            BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    if bad is None:
+        raise_if_bad("compress_24", found)
+    return values, meta

@@ -1,29 +1,39 @@
 """Squared column sums in two deterministic stages: slabs of tokens in fp32 registers, then the slabs in fp64.
 
-Convention: x is [T, C] with any strides; partial [S, C] fp32 holds one row per slab. The split depends on the shape
-alone, never on the device or a tuner, so that the same input gives the same bits everywhere.
+Convention: x is [T, C] with any strides; partial [S, C] fp32 holds one row per slab. The split and the order of every
+addition depend on the shape alone, never on the device, a layout or a tuner: the same input gives the same bits in a
+single and in a grouped launch. A grouped launch finds its tensors in a table [FIELDS, L] int64, see _entries().
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import on_device, serves
+from .common import in_vectors, on_device, serves
 
 BLOCK_T, BLOCK_C, WARPS = 64, 64, 4
 SLAB_TOKENS, MAX_SLABS = 256, 128
+FINISH_C = 32
 
 
 @triton.jit
-def _sq_sums_kernel(
-    x, counted, partial, tokens, cols, stride_t, stride_c, slab,
-    MASKED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.program_id(1) * slab
+def _fold(v):
+    """Sum [N, C] over N <= 128 rows by halves, an order that no layout changes."""
+    for _ in tl.static_range(7):
+        if v.shape[0] > 1:
+            v = tl.sum(tl.reshape(v, (2, v.shape[0] // 2, v.shape[1])), axis=0)
+    return tl.reshape(v, (v.shape[1],))
+
+
+@triton.jit
+def _slab_sums(x, counted, target, tokens, cols, stride_t, stride_c, first, slab, c,
+               MASKED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """Write the sums of columns c over tokens [first, first + slab) to target."""
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for start in range(first, first + slab, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
@@ -33,20 +43,82 @@ def _sq_sums_kernel(
         address = x + t[:, None].to(tl.int64) * stride_t + c[None, :].to(tl.int64) * stride_c
         v = tl.load(address, mask=inside[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
         total = tl.fma(v, v, total)
-    row = partial + tl.program_id(1).to(tl.int64) * cols
-    tl.store(row + c, tl.sum(total, axis=0), mask=c < cols)
+    tl.store(target + c, _fold(total), mask=c < cols)
+
+
+@triton.jit
+def _add_slabs(partial, acc, slabs, cols, stride_acc, c, BLOCK_S: tl.constexpr):
+    """Add columns c of partial [slabs, cols] to acc."""
+    s = tl.arange(0, BLOCK_S)
+    inside = (s < slabs)[:, None] & (c < cols)[None, :]
+    v = tl.load(partial + s[:, None].to(tl.int64) * cols + c[None, :], mask=inside, other=0.0)
+    target = acc + c.to(tl.int64) * stride_acc
+    before = tl.load(target, mask=c < cols, other=0.0)
+    tl.store(target, (before.to(tl.float64) + _fold(v.to(tl.float64))).to(tl.float32), mask=c < cols)
+
+
+@triton.jit
+def _sq_sums_kernel(
+    x, counted, partial, tokens, cols, stride_t, stride_c, slab,
+    MASKED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    target = partial + tl.program_id(1).to(tl.int64) * cols
+    first = tl.program_id(1) * slab
+    _slab_sums(x, counted, target, tokens, cols, stride_t, stride_c, first, slab, c, MASKED, BLOCK_T, BLOCK_C)
 
 
 @triton.jit
 def _add_slabs_kernel(partial, acc, slabs, cols, stride_acc, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr):
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    s = tl.arange(0, BLOCK_S)
-    inside = (s < slabs)[:, None] & (c < cols)[None, :]
-    v = tl.load(partial + s[:, None].to(tl.int64) * cols + c[None, :], mask=inside, other=0.0)
-    total = tl.sum(v.to(tl.float64), axis=0)
-    target = acc + c.to(tl.int64) * stride_acc
-    before = tl.load(target, mask=c < cols, other=0.0)
-    tl.store(target, (before.to(tl.float64) + total).to(tl.float32), mask=c < cols)
+    _add_slabs(partial, acc, slabs, cols, stride_acc, c, BLOCK_S)
+
+
+@triton.jit
+def _find(starts, count, BLOCK_L: tl.constexpr):
+    """Which tensor this program works for, and which of its programs this is."""
+    i = tl.arange(0, BLOCK_L)
+    started = (i < count) & (tl.load(starts + i, mask=i < count, other=0) <= tl.program_id(0))
+    found = tl.sum(started.to(tl.int32), axis=0) - 1
+    return found, tl.program_id(0) - tl.load(starts + found).to(tl.int32)
+
+
+@triton.jit
+def _foreach_sq_sums_kernel(
+    like, counted, partial, table, count,
+    MASKED: tl.constexpr, VECTORS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    i, program = _find(table, count, BLOCK_L)
+    entry = table + i
+    partial += tl.load(entry + 2 * count)
+    cols = tl.load(entry + 3 * count).to(tl.int32)
+    x = tl.load(entry + 6 * count).to(like.dtype)
+    tokens = tl.load(entry + 7 * count).to(tl.int32)
+    slab = tl.load(entry + 8 * count).to(tl.int32)
+    stride_t = tl.load(entry + 9 * count)
+    stride_c = tl.load(entry + 10 * count)
+    if VECTORS:
+        x, cols, stride_t, stride_c = tl.multiple_of(x, 16), tl.multiple_of(cols, 16), tl.multiple_of(stride_t, 16), 1
+    strips = (cols + BLOCK_C - 1) // BLOCK_C
+    c = program % strips * BLOCK_C + tl.arange(0, BLOCK_C)
+    s = program // strips
+    target = partial + s.to(tl.int64) * cols
+    _slab_sums(x, counted, target, tokens, cols, stride_t, stride_c, s * slab, slab, c, MASKED, BLOCK_T, BLOCK_C)
+
+
+@triton.jit
+def _foreach_add_slabs_kernel(
+    partial, table, count, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    i, program = _find(table + count, count, BLOCK_L)
+    entry = table + i
+    partial += tl.load(entry + 2 * count)
+    cols = tl.load(entry + 3 * count).to(tl.int32)
+    acc = tl.load(entry + 4 * count).to(tl.pointer_type(tl.float32))
+    stride_acc = tl.load(entry + 5 * count)
+    slabs = tl.load(entry + 11 * count).to(tl.int32)
+    c = program * BLOCK_C + tl.arange(0, BLOCK_C)
+    _add_slabs(partial, acc, slabs, cols, stride_acc, c, BLOCK_S)
 
 
 def slabs_of(tokens: int) -> tuple[int, int]:
@@ -58,9 +130,8 @@ def slabs_of(tokens: int) -> tuple[int, int]:
 def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
     if not serves(x):
         return NotImplemented
-    x = x.reshape(-1, x.shape[-1])
+    x, counted = x.reshape(-1, x.shape[-1]), _counted(token_mask)
     tokens, cols = x.shape
-    counted = None if token_mask is None else token_mask.reshape(-1).contiguous().view(torch.uint8)
     slabs, slab = slabs_of(tokens)
     partial = torch.empty(slabs, cols, dtype=torch.float32, device=x.device)
     with on_device(x):
@@ -68,8 +139,76 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> No
             x, counted, partial, tokens, cols, *x.stride(), slab,
             MASKED=counted is not None, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-        _add_slabs_kernel[(triton.cdiv(cols, 32),)](
+        _add_slabs_kernel[(triton.cdiv(cols, FINISH_C),)](
             partial, acc, slabs, cols, acc.stride(0),
-            BLOCK_S=triton.next_power_of_2(slabs), BLOCK_C=32, num_warps=4, enable_fp_fusion=False,
+            BLOCK_S=triton.next_power_of_2(slabs), BLOCK_C=FINISH_C, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return None
+
+
+def _counted(token_mask: Tensor | None) -> Tensor | None:
+    return None if token_mask is None else token_mask.reshape(-1).contiguous().view(torch.uint8)
+
+
+def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask: Tensor | None) -> None:
+    """Two launches for each dtype (and one more pair where some inputs do not allow vector loads)."""
+    pairs = [(acc, x.reshape(-1, x.shape[-1])) for acc, x in zip(accs, xs, strict=True) if x.numel()]
+    if not all(serves(x) for _, x in pairs):
+        return NotImplemented
+    with on_device(xs[0]):
+        # a graph would read the table's host memory again at each replay; it makes launches cheap anyway
+        if xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            for acc, x in pairs:
+                accumulate_sq_sums_(acc, x, token_mask)
+            return None
+        groups: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+        for acc, x in pairs:
+            groups.setdefault((x.dtype, in_vectors(x)), []).append((acc, x))
+        for (_, vectors), group in groups.items():
+            _accumulate_group(group, _counted(token_mask), vectors)
+    return None
+
+
+def _accumulate_group(group: list[tuple[Tensor, Tensor]], counted: Tensor | None, vectors: bool) -> None:
+    like, count = group[0][1], len(group)
+    entries, (programs, finish_programs, size) = _entries(group)
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+    table = _table(entries, like.device, stream)
+    partial = torch.empty(size, dtype=torch.float32, device=like.device)
+    block_l = max(16, triton.next_power_of_2(count))
+    _foreach_sq_sums_kernel[(programs,)](
+        like, counted, partial, table, count, MASKED=counted is not None, VECTORS=vectors,
+        BLOCK_L=block_l, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    block_s = triton.next_power_of_2(max(slabs_of(x.shape[0])[0] for _, x in group))
+    _foreach_add_slabs_kernel[(finish_programs,)](
+        partial, table, count,
+        BLOCK_L=block_l, BLOCK_S=block_s, BLOCK_C=FINISH_C, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _entries(group: list[tuple[Tensor, Tensor]]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, int, int]]:
+    """The table's column for each tensor; and the programs of both launches and the size of partial, in all.
+
+    A column: first program of the sums and of the finish, offset in partial, C, acc, its stride, x, T, tokens in a
+    slab, both strides of x, slabs.
+    """
+    entries, programs, finish_programs, size = [], 0, 0, 0
+    for acc, x in group:
+        tokens, cols = x.shape
+        slabs, slab = slabs_of(tokens)
+        entries.append((
+            programs, finish_programs, size, cols, acc.data_ptr(), acc.stride(0),
+            x.data_ptr(), tokens, slab, *x.stride(), slabs,
+        ))  # fmt: skip
+        programs += triton.cdiv(cols, BLOCK_C) * slabs
+        finish_programs += triton.cdiv(cols, FINISH_C)
+        size += slabs * cols
+    return tuple(entries), (programs, finish_programs, size)
+
+
+@lru_cache(maxsize=64)
+def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """The table on the device, copied without waiting; kept for calls on the same tensors and the same stream."""
+    table = torch.tensor(entries, dtype=torch.int64).T.contiguous()
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

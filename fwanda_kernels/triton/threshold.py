@@ -25,6 +25,7 @@ from .common import (
     exact_float,
     flag,
     flag_scale,
+    in_vectors,
     new_flag,
     on_device,
     raise_if_bad,
@@ -87,7 +88,7 @@ def _sample_kernel(
 @triton.jit
 def _count_kernel(
     like, table, tile_map, state, histogram, above, inside, bad, tile,
-    FINAL: tl.constexpr, DENSE: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    FINAL: tl.constexpr, VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Count the keys above and inside the bracket in each row of a tile; without FINAL, histogram those inside."""
     tile += tl.program_id(0)
@@ -106,8 +107,9 @@ def _count_kernel(
         cols = tl.load(entry + 4).to(tl.int32)
         stride_r = tl.load(entry + 5)
         stride_c = tl.load(entry + 6)
-        if DENSE:
-            stride_c = 1
+        if VECTORS:
+            weight, col_scale = tl.multiple_of(weight, 16), tl.multiple_of(col_scale, 16)
+            cols, stride_r, stride_c = tl.multiple_of(cols, 16), tl.multiple_of(stride_r, 16), 1
         low = tl.load(state)
         high = tl.load(state + 1)
         pivot = tl.load(state + 2)
@@ -204,7 +206,7 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
     _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad)
     state = _bracket(sample, max(total, 1), size)
     del sample
-    dense = all(w.stride(1) == 1 for w in weights)
+    vectors = all(in_vectors(w) and s.data_ptr() % 16 == 0 for w, s in zip(weights, col_scales, strict=True))
     histogram = torch.zeros(BINS, dtype=torch.int64, device=device)
     above, inside = torch.zeros(2, all_rows, dtype=torch.int32, device=device)
 
@@ -212,7 +214,7 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
         for like, first, programs in groups:
             _count_kernel[(programs,)](
                 like, table, tile_map, state, histogram, above, inside, bad, first,
-                FINAL=final, DENSE=dense, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
+                FINAL=final, VECTORS=vectors, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     for _ in range(PASSES):

@@ -1,21 +1,30 @@
 """One-shot pruning of Hugging Face causal language models: Magnitude, Wanda, SparseGPT, F-Wanda and F-SparseGPT."""
 
-from .calibrate import Statistics
-from .config import PruneConfig
-from .errors import UserError
-from .load import load_model
-from .pipeline import collect, prune
-from .report import MatrixRow, Report
-from .save import save_pruned
+import importlib
 
-__all__ = [
-    "MatrixRow",
-    "PruneConfig",
-    "Report",
-    "Statistics",
-    "UserError",
-    "collect",
-    "load_model",
-    "prune",
-    "save_pruned",
-]
+# loaded on first use: the command line answers --help and mistakes without importing torch
+_HOMES = {
+    "MatrixRow": "report",
+    "PruneConfig": "config",
+    "Report": "report",
+    "Statistics": "calibrate",
+    "UserError": "errors",
+    "collect": "pipeline",
+    "evaluate_model": "pipeline",
+    "load_model": "load",
+    "prune": "pipeline",
+    "save_pruned": "save",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -87,13 +87,18 @@ def _row(config: PruneConfig, targets: list[Target], statistics: Statistics) -> 
 
 
 def _global(config: PruneConfig, targets: list[Target], statistics: Statistics) -> dict[str, Tensor]:
-    """One threshold over all matrices on the damped second-order estimate of the loss."""
-    total = sum(t.weight.numel() for t in targets)
-    total -= config.removed * total // 1
-    norms = [statistics.norm(t.name) for t in targets]
-    scales = _row_scales(config, targets, statistics, norms)
-    budgets = fk.select_threshold([t.weight for t in targets], scales, norms, total)
-    return {t.name: k for t, k in zip(targets, budgets, strict=True)}
+    """One threshold over all matrices on the damped second-order estimate of the loss.
+
+    A matrix that saw no token has no estimate: it is pruned uniformly, and the others share what is left.
+    """
+    seen = [t for t in targets if statistics.n_tokens[t.name]]
+    budgets = _uniform(config, [t for t in targets if not statistics.n_tokens[t.name]], statistics)
+    total = keep_total(1, sum(t.weight.numel() for t in targets), config.removed)
+    total -= sum(int(k.sum()) for k in budgets.values())
+    norms = [statistics.norm(t.name) for t in seen]
+    scales = _row_scales(config, seen, statistics, norms)
+    counts = fk.select_threshold([t.weight for t in seen], scales, norms, total)
+    return budgets | {t.name: k for t, k in zip(seen, counts, strict=True)}
 
 
 def _row_scales(

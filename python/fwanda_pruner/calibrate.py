@@ -31,6 +31,7 @@ class Statistics:
         tokens_sha256: of the calibration windows.
         bos: whether each window starts with BOS.
         fisher: whose labels the loss used; None without g2.
+        text: the settings of the text: calibration, nsamples, seqlen, seed.
     """
 
     x2: dict[str, Tensor] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Statistics:
     tokens_sha256: str | None = None
     bos: bool | None = None
     fisher: str | None = None
+    text: dict = field(default_factory=dict)
 
     def norm(self, name: str) -> Tensor:
         """[C] fp32 norm of each input column; ones where no token came by, so that the magnitude decides."""
@@ -55,7 +57,7 @@ class Statistics:
         if layer is None:
             device = target.weight.device
             layer = fk.LayerStatistics(torch.zeros(cols, device=device), torch.zeros(rows, device=device))
-            warnings.warn(f"{target.name} saw no calibration token: its weights are ranked by magnitude", stacklevel=2)
+            warn_unseen(target)
         self.x2[target.name] = layer.x2
         self.n_tokens[target.name] = layer.n_tokens
         if self.fisher is not None:
@@ -88,10 +90,11 @@ class Statistics:
             with safe_open(path, framework="pt") as file:
                 facts = json.loads((file.metadata() or {})["fwanda"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {error}") from error
-        pick = {s: {k[:-3]: t for k, t in tensors.items() if k.endswith(s)} for s in (".x2", ".g2")}
-        return cls(x2=pick[".x2"], g2=pick[".g2"], **facts)
+            pick = {s: {k[:-3]: t for k, t in tensors.items() if k.endswith(s)} for s in (".x2", ".g2")}
+            return cls(x2=pick[".x2"], g2=pick[".g2"], **facts)
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            line = " ".join(str(error).split())
+            raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {line}") from error
 
     def check(self, targets: list[Target], *, fisher: bool) -> None:
         """Refuse statistics that do not fit the targets, or are not finite.
@@ -105,8 +108,9 @@ class Statistics:
                 if kind == "g2" and not fisher:
                     continue
                 tensor = table.get(target.name)
-                if tensor is None or tensor.shape != (size,):
-                    got = "none" if tensor is None else list(tensor.shape)
+                counted = isinstance(self.n_tokens.get(target.name), int)
+                if tensor is None or not counted or tensor.shape != (size,) or tensor.dtype != torch.float32:
+                    got = "none" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
                     raise UserError(
                         f"the statistics must hold {target.name}.{kind} [{size}], got {got}; they are of another model"
                     )
@@ -119,6 +123,11 @@ class Statistics:
         """The same statistics on a device."""
         moved = {k: {name: t.to(device) for name, t in getattr(self, k).items()} for k in ("x2", "g2")}
         return Statistics(**{**vars(self), **moved})
+
+
+def warn_unseen(target: Target) -> None:
+    """Say that a module met no calibration token, so that its inputs tell nothing."""
+    warnings.warn(f"{target.name} saw no calibration token: its weights are ranked by magnitude", stacklevel=3)
 
 
 def calibrate(
@@ -244,38 +253,3 @@ class BlockStream:
             output = self.blocks[index](hidden, *args, **kwargs)
             if advance:
                 self.hidden[i] = output[0] if isinstance(output, tuple) else output
-
-
-@contextmanager
-def collect_hessians(targets: list[Target]) -> Iterator[dict[str, Tensor]]:
-    """Context manager that sums X^T X of the targets' inputs: name -> [C, C] fp32.
-
-    Targets called with the same tensor (q/k/v, gate/up) share one matrix, the same object.
-    """
-    hessians: dict[str, Tensor] = {}
-    owners: dict[str, str] = {}
-    last: list = [None, None]
-
-    def hook_of(name: str):
-        def hook(_module, inputs, _output):
-            x = inputs[0]
-            if name not in owners:
-                shared = last[0] is x
-                owners[name] = owners[last[1]] if shared else name
-                cols = x.shape[-1]
-                hessians[name] = (
-                    hessians[owners[name]] if shared else torch.zeros(cols, cols, dtype=torch.float32, device=x.device)
-                )
-            if owners[name] == name:
-                fk.accumulate_gram_(hessians[name], x)
-            last[:] = x, name
-
-        return hook
-
-    handles = [t.module.register_forward_hook(hook_of(t.name)) for t in targets]
-    try:
-        yield hessians
-    finally:
-        for handle in handles:
-            handle.remove()
-        last[:] = None, None

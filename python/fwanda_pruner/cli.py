@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from .config import PruneConfig
@@ -33,8 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"fwanda: error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(f'fwanda: error: {error}; install the pruner: pip install "fwanda-kernels[prune]"', file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("fwanda: interrupted; nothing was written", file=sys.stderr)
+        print("fwanda: interrupted", file=sys.stderr)
         return 130
 
 
@@ -117,57 +120,51 @@ def _prune(args: argparse.Namespace) -> None:
     from . import pipeline, report
     from .calibrate import Statistics
     from .load import load_model
-    from .save import check_output, save_pruned
+    from .save import check_output, model_bytes, save_pruned
 
     if not args.dry_run:
         check_output(args.output, overwrite=args.overwrite)
-    _check_text(config, statistics=args.statistics)
     statistics = Statistics.load(args.statistics) if args.statistics else None
+    reads_calibration = config.facts.updates_weights or (config.facts.scores_inputs and statistics is None)
+    _check_text(calibration=config.calibration if reads_calibration else None, eval=config.eval)
     start = time.perf_counter()
-    model, tokenizer, _ = load_model(args.model, device=config.device, dtype=config.dtype)
+    model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
     seconds = time.perf_counter() - start
     if args.dry_run:
-        return _print_plan(model, config)
-    check_output(args.output, overwrite=args.overwrite, needed_bytes=_bytes(model))
+        return _print_plan(model, config.resolved())
+    check_output(args.output, overwrite=args.overwrite, needed_bytes=model_bytes(model))
     result = pipeline.prune(model, tokenizer, config=config, statistics=statistics)
-    result.config["model"] = args.model
-    result.config["statistics"] = args.statistics
+    result.config = {**result.config, "model": args.model, "statistics": args.statistics}
     result.seconds = {"load": round(seconds, 3), **result.seconds}
     save_pruned(model, tokenizer, result, args.output, overwrite=args.overwrite)
     print(report.summary(result))
     print(f"saved       {args.output}")
 
 
-def _bytes(model) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def _check_text(config: PruneConfig, statistics: str | None) -> None:
+def _check_text(*, calibration: str | None = None, eval: str | None = None) -> None:
     """Local text files are looked at before the model is loaded."""
     from .data import load_documents
 
-    sources = [] if config.method == "magnitude" or statistics else [config.calibration]
-    for source in [*sources, *([config.eval] if config.eval else [])]:
-        if Path(source).suffix.lower() in (".txt", ".jsonl", ".parquet"):
-            load_documents(source, purpose="calibration")
+    for purpose, source in (("calibration", calibration), ("eval", eval)):
+        if source and Path(source).suffix.lower() in (".txt", ".jsonl", ".parquet"):
+            load_documents(source, purpose=purpose)
 
 
 def _print_plan(model, config: PruneConfig) -> None:
-    from . import methods, pipeline
+    from . import budgets, methods, pipeline
 
-    config = config.resolved()
     targets, skipped = pipeline.plan(model, config)
-    total = 0
+    fixed = config.allocation != "global" or config.nm
+    size = removed = 0
     for target in targets:
         rows, cols = target.weight.shape
-        kept = None if config.allocation == "global" and not config.nm else methods.asked(config, target)
-        removes = "by its Fisher information" if kept is None else f"{rows * cols - kept}"
-        print(f"{target.name}  [{rows}, {cols}]  removes {removes}")
-        total += rows * cols if kept is None else rows * cols - kept
+        goes = rows * cols - methods.asked(config, target)
+        print(f"{target.name}  [{rows}, {cols}]  removes {goes if fixed else 'by its Fisher information'}")
+        size, removed = size + rows * cols, removed + goes
     for item in skipped:
-        print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")
-    size = sum(t.weight.numel() for t in targets)
-    removed = int(config.removed * size) if config.allocation == "global" and not config.nm else total
+        print(f"{item.name}  {list(item.parameter.shape)}  skipped: {item.reason}")
+    if not fixed:
+        removed = size - budgets.keep_total(1, size, config.removed)
     print(f"{len(targets)} matrices of {size} weights, {removed} removed ({removed / size:.4f}); nothing was written")
 
 
@@ -176,11 +173,11 @@ def _calibrate(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if output.suffix != ".safetensors" or not output.parent.is_dir() or output.is_dir():
         raise UserError(f"--output must be a .safetensors file in an existing folder, got {args.output}")
-    _check_text(config, statistics=None)
+    _check_text(calibration=config.calibration)
     from . import pipeline
     from .load import load_model
 
-    model, tokenizer, _ = load_model(args.model, device=config.device, dtype=config.dtype)
+    model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
     statistics = pipeline.collect(model, tokenizer, config=config)
     statistics.save(output)
     print(f"statistics of {len(statistics.x2)} matrices saved in {args.output}")
@@ -191,11 +188,15 @@ def _eval(args: argparse.Namespace) -> None:
     config = _config(args)
     if config.eval is None:
         raise UserError("--eval TEXT is required: a file, wikitext2 or sample")
-    _check_text(PruneConfig(method="magnitude", eval=config.eval), statistics=None)
+    _check_text(eval=config.eval)
     from . import pipeline
     from .load import load_model
+    from .report import FILE_NAME, Report
 
-    model, tokenizer, _ = load_model(args.model, device=config.device, dtype=config.dtype)
+    if config.bos == "auto" and Path(args.model, FILE_NAME).is_file():
+        bos = Report.load(args.model).bos  # decided on the dense model, when this one was pruned
+        config = replace(config, bos={None: "auto", True: "window", False: "none"}[bos])
+    model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
     result = pipeline.evaluate_model(model, tokenizer, config=config)
     print(json.dumps({"model": args.model, **result}, indent=1))
 

@@ -9,21 +9,36 @@ from pathlib import Path
 
 from .errors import UserError
 
-ALLOCATIONS = {
-    "magnitude": ("layer",),
-    "wanda": ("uniform",),
-    "fwanda": ("row", "uniform", "global"),
-    "sparsegpt": ("uniform",),
-    "fsparsegpt": ("uniform", "row", "global"),
+
+@dataclass(frozen=True)
+class Method:
+    """What the stages need to know of a method.
+
+    Attributes:
+        allocations: the budgets it accepts; the first is its default.
+        order: its default order.
+        scores_inputs: ranks by |W| * norm of the input columns, so it needs x2.
+        updates_weights: sweeps with a Hessian, so it reads the calibration text block by block.
+        weighs_rows: multiplies scores by omega^p, so it needs omega under any allocation.
+    """
+
+    allocations: tuple[str, ...]
+    order: str
+    scores_inputs: bool = False
+    updates_weights: bool = False
+    weighs_rows: bool = False
+
+
+METHODS = {
+    "magnitude": Method(("layer",), "onepass"),
+    "wanda": Method(("uniform",), "onepass", scores_inputs=True),
+    "fwanda": Method(("row", "uniform", "global"), "onepass", scores_inputs=True),
+    "sparsegpt": Method(("uniform",), "sequential", updates_weights=True),
+    "fsparsegpt": Method(("uniform", "row", "global"), "sequential", updates_weights=True, weighs_rows=True),
 }
-ORDERS = {
-    "magnitude": "onepass",
-    "wanda": "onepass",
-    "fwanda": "onepass",
-    "sparsegpt": "sequential",
-    "fsparsegpt": "sequential",
-}
+FISHER_ALLOCATIONS = ("row", "global")
 DTYPES = ("float32", "bfloat16", "float16")
+LARGEST_EXPONENT = 4
 
 
 def _setting(default, help: str, choices: tuple | None = None, type: type = str):
@@ -38,7 +53,7 @@ class PruneConfig:
         UserError: a value is not allowed, or two settings contradict each other.
     """
 
-    method: str = _setting("fwanda", "pruning method", tuple(ALLOCATIONS))
+    method: str = _setting("fwanda", "pruning method", tuple(METHODS))
     allocation: str | None = _setting(
         None, "how the keep budget is divided (default: the method's first)", ("layer", "uniform", "row", "global")
     )
@@ -76,30 +91,40 @@ class PruneConfig:
     dtype: str | None = _setting(None, "compute and write in this dtype (default: as stored; GGUF: float32)", DTYPES)
 
     def __post_init__(self):
+        if self.sparsity is not None:
+            object.__setattr__(self, "sparsity", str(self.sparsity))
         for f in fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value is not None and value not in choices:
-                raise UserError(f"{_flag(f.name)} must be one of {', '.join(choices)}, got {value!r}")
-        allowed = ALLOCATIONS[self.method]
-        if self.allocation is not None and self.allocation not in allowed:
+            self._check_value(f.name, getattr(self, f.name), f.metadata)
+        if self.allocation is not None and self.allocation not in self.facts.allocations:
             raise UserError(
-                f"--allocation must be one of {', '.join(allowed)} with --method {self.method}, got {self.allocation!r}"
+                f"--allocation must be one of {', '.join(self.facts.allocations)} with --method {self.method}, "
+                f"got {self.allocation!r}"
             )
         if self.method == "magnitude" and self.order == "sequential":
             raise UserError("--method magnitude reads no text, so there is no --order sequential; leave --order out")
         self._check_sparsity()
-        for name in ("nsamples", "seqlen", "eval_seqlen", "eval_windows"):
-            value, least = getattr(self, name), 2 if name.endswith("seqlen") else 1
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+
+    def _check_value(self, name: str, value, metadata) -> None:
+        """The type and range that a setting has on its own; None is left to resolved()."""
+        choices, kind = metadata["choices"], metadata["type"]
+        if value is None:
+            return
+        if choices and value not in choices:
+            raise UserError(f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+        if kind is str and not isinstance(value, str):
+            hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
+            raise UserError(f"{_flag(name)} must be text, got {value!r}{hint}")
+        if kind is int:
+            least, most = {"seed": (0, 2**63 - 1)}.get(name, (2 if name.endswith("seqlen") else 1, 2**31 - 1))
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise UserError(f"{_flag(name)} must be an integer >= {least}, got {value!r}")
-        for name in ("power", "row_exponent", "layer_exponent"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 <= value < float("inf")):
-                raise UserError(f"{_flag(name)} must be a finite number >= 0, got {value!r}")
+        if kind is float and not (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_EXPONENT
+        ):
+            raise UserError(f"{_flag(name)} must be a number in [0, {LARGEST_EXPONENT}], got {value!r}")
 
     def _check_sparsity(self) -> None:
         if self.sparsity is not None:
-            object.__setattr__(self, "sparsity", str(self.sparsity))
             try:
                 valid = 0 <= Fraction(self.sparsity) < 1
             except (ValueError, ZeroDivisionError):
@@ -108,7 +133,7 @@ class PruneConfig:
                 raise UserError(f"--sparsity must be a decimal in [0, 1), got {self.sparsity!r}")
         if self.pattern is None:
             return
-        match = re.fullmatch(r"(\d+):(\d+)", str(self.pattern))
+        match = re.fullmatch(r"(\d+):(\d+)", self.pattern)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(
                 f"--pattern must be n:m with 1 <= n <= m, keep n of every m, e.g. 2:4, got {self.pattern!r}"
@@ -119,6 +144,21 @@ class PruneConfig:
                 f"--sparsity {self.sparsity} contradicts --pattern {self.pattern}, which keeps {n} of {m} and removes "
                 f"{float(1 - Fraction(n, m)):g}; give only one of them"
             )
+
+    @property
+    def facts(self) -> Method:
+        """The entry of METHODS."""
+        return METHODS[self.method]
+
+    @property
+    def needs_fisher(self) -> bool:
+        """Whether omega decides anything; under a pattern it cancels inside each group."""
+        return self.nm is None and (self.facts.weighs_rows or self.allocation in FISHER_ALLOCATIONS)
+
+    @property
+    def needs_budgets(self) -> bool:
+        """Whether each row gets a count: not under a pattern, nor where a sweep selects over all rows."""
+        return self.nm is None and (self.allocation in FISHER_ALLOCATIONS or not self.facts.updates_weights)
 
     @property
     def nm(self) -> tuple[int, int] | None:
@@ -140,9 +180,9 @@ class PruneConfig:
         """The same config with every default that depends on another setting filled in."""
         return replace(
             self,
-            allocation=self.allocation or ALLOCATIONS[self.method][0],
+            allocation=self.allocation or self.facts.allocations[0],
             sparsity=self.sparsity or _decimal(self.removed),
-            order=self.order or ORDERS[self.method],
+            order=self.order or self.facts.order,
             eval_seqlen=self.eval_seqlen or self.seqlen,
         )
 

@@ -32,8 +32,8 @@ def run(output: Path, *, quick: bool = False) -> None:
     nsamples, windows, seqlen = (2, 2, 128) if quick else (16, 16, 512)
     overwrite = (output / FILE_NAME).exists()
     check_output(output, overwrite=overwrite)
-    config = PruneConfig(sparsity=_SPARSITY, nsamples=nsamples, seqlen=seqlen, eval=data.SAMPLE)
-    model, tokenizer, _ = load_model("smollm2", device="cpu")
+    config = PruneConfig(sparsity=_SPARSITY, nsamples=nsamples, seqlen=seqlen)
+    model, tokenizer = load_model("smollm2", device="cpu")
     start = time.perf_counter()
     statistics = collect(model, tokenizer, config=config)
     calibration_seconds = time.perf_counter() - start
@@ -44,7 +44,7 @@ def run(output: Path, *, quick: bool = False) -> None:
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=output.resolve().parent) as scratch:
         for method, allocation in _RUNS[2:3] + _RUNS[:1] if quick else _RUNS:
             model.load_state_dict(weights)
-            settings = replace(config, method=method, allocation=allocation, eval=None)
+            settings = replace(config, method=method, allocation=allocation)
             start = time.perf_counter()
             report = prune(model, tokenizer, config=settings, statistics=None if method == "sparsegpt" else statistics)
             seconds = time.perf_counter() - start + (0 if method == "sparsegpt" else calibration_seconds)
@@ -52,17 +52,11 @@ def run(output: Path, *, quick: bool = False) -> None:
             report.config["model"] = "smollm2"
             report.perplexity = {"dense": dense, "pruned": pruned, **protocol(held_out, statistics.bos, tokenizer)}
             better = pruned < best
-            folder = output if better else Path(scratch, f"{method}-{allocation}")
+            folder = output if better else Path(scratch, f"{method}-{allocation}")  # saving audits the zeros
             save_pruned(model, tokenizer, report, folder, overwrite=overwrite or best < float("inf"))
             best = min(best, pruned)
-            rows.append((method, allocation, _sparsity(folder, report), pruned, seconds))
+            rows.append((method, allocation, report.sparsity["matrices"], pruned, seconds))
     _print(rows, dense, held_out.shape, output)
-
-
-def _sparsity(folder: Path, report) -> float:
-    """Share of zeros over the pruned matrices in the written files."""
-    counts = evaluate.audit(folder, [row.name for row in report.matrices]).values()
-    return sum(zeros for zeros, _ in counts) / sum(size for _, size in counts)
 
 
 def _print(rows: list[tuple], dense: float, shape, output: Path) -> None:

@@ -41,7 +41,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label
     _check_tokens(model, tokens)
     samples, length = tokens.shape
     total = 0.0
-    with _evaluating(model):
+    with evaluating(model), torch.no_grad():
         for window in tqdm(tokens, desc=label, unit="window", disable=not progress):
             total += _loss_sum(model, window, first_target=1)
     try:
@@ -74,7 +74,7 @@ def choose_bos(model: nn.Module, tokenizer: Any, window: Tensor) -> bool:
     without = window[:-1]
     with_bos = torch.cat([window.new_tensor([bos]), without])
     _check_tokens(model, with_bos[None])
-    with _evaluating(model):
+    with evaluating(model), torch.no_grad():
         return _loss_sum(model, with_bos, first_target=2) < _loss_sum(model, without, first_target=1)
 
 
@@ -173,11 +173,11 @@ def _loss_sum(model: nn.Module, window: Tensor, *, first_target: int) -> float:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block, the mode of before after it."""
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         model.train(training)

@@ -27,12 +27,10 @@ class LoadedModel(NamedTuple):
     Attributes:
         model: causal language model in eval mode, on its device, with floating-point weights.
         tokenizer: None when the folder has no tokenizer files.
-        source: where the weights came from: Hugging Face id, folder, or GGUF file.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    source: str
 
 
 def load_model(name: str, *, device: str = "auto", dtype: str | None = None) -> LoadedModel:
@@ -55,7 +53,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str | None = None) -> 
         model, tokenizer = _load_gguf(gguf, dtype) if gguf else _load_hf(name, dtype)
     with _one_line(f"model {name!r}: cannot be moved to {target}"):
         model = model.to(target).eval()
-    return LoadedModel(model, tokenizer, str(gguf or name))
+    return LoadedModel(model, tokenizer)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,7 +13,7 @@ from tqdm import tqdm
 import fwanda_kernels as fk
 
 from .budgets import floored_omega, keep_budgets, keep_total
-from .calibrate import BlockStream, Statistics, collect_hessians
+from .calibrate import BlockStream, Statistics, warn_unseen
 from .config import PruneConfig
 from .errors import UserError
 from .model import Target
@@ -50,7 +49,7 @@ def prune_targets(job: Job) -> list[MatrixRow]:
     Raises:
         UserError: a matrix cannot be pruned (no budget, no factor, not finite), naming it.
     """
-    return METHODS[job.config.method](job)
+    return _by_obs(job) if job.config.facts.updates_weights else _by_score(job)
 
 
 def asked(config: PruneConfig, target: Target) -> int:
@@ -59,7 +58,7 @@ def asked(config: PruneConfig, target: Target) -> int:
     if config.nm:
         n, m = config.nm
         return rows * (cols // m * n + cols % m)
-    if config.allocation == "uniform" and config.method in ("wanda", "fwanda"):
+    if config.allocation == "uniform" and config.facts.scores_inputs:
         return rows * keep_total(1, cols, config.removed)
     return keep_total(rows, cols, config.removed)
 
@@ -67,7 +66,7 @@ def asked(config: PruneConfig, target: Target) -> int:
 def _by_score(job: Job) -> list[MatrixRow]:
     """Magnitude, Wanda, F-Wanda: budgets, then the top of each row, a block at a time."""
     config, statistics = job.config, job.statistics
-    budgets = None if config.nm else keep_budgets(config, job.targets, statistics)
+    budgets = keep_budgets(config, job.targets, statistics) if config.needs_budgets else None
     stream = BlockStream(job.model, job.tokens) if config.order == "sequential" else None
     rows = []
     for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
@@ -100,69 +99,47 @@ def _select(
 ) -> list[MatrixRow]:
     """Prune the matrices of one block by score."""
     weights = [t.weight for t in targets]
-    if config.method == "magnitude":
-        scales = [torch.ones(w.shape[1], device=w.device) for w in weights]
-    else:
+    if config.facts.scores_inputs:
         scales = [statistics.norm(t.name) for t in targets]
-    if not config.nm:
-        keeps = [budgets[t.name] for t in targets]
-        fk.foreach_row_topk_prune_(weights, scales, keeps)
-        return [_row(t, int(keep.sum())) for t, keep in zip(targets, keeps, strict=True)]
-    n, m = config.nm
-    for weight, scale in zip(weights, scales, strict=True):
-        whole = weight.shape[1] - weight.shape[1] % m
-        fk.nm_prune_(weight[:, :whole], scale[:whole], n, m)
-    return [_row(t, asked(config, t)) for t in targets]
+    else:
+        scales = [torch.ones(w.shape[1], device=w.device) for w in weights]
+    zeros_before = _zeros(targets)
+    if config.nm:
+        n, m = config.nm
+        for weight, scale in zip(weights, scales, strict=True):
+            whole = weight.shape[1] - weight.shape[1] % m
+            fk.nm_prune_(weight[:, :whole], scale[:whole], n, m)
+    else:
+        fk.foreach_row_topk_prune_(weights, scales, [budgets[t.name] for t in targets])
+    rows = _rows(config, targets, budgets)
+    for row, before in zip(rows, zeros_before, strict=True):
+        if row.kept_zero > before:
+            raise AssertionError(f"{row.name}: {row.kept_zero} kept weights are zero, of {before} zeros before")
+    return rows
 
 
 def _by_obs(job: Job) -> list[MatrixRow]:
     """SparseGPT and F-SparseGPT: block by block, one Hessian and one factor for each distinct input."""
     config = job.config
-    plan = _obs_plan(job)
+    budgets = keep_budgets(config, job.targets, job.statistics) if config.needs_budgets else None
     stream, rows = BlockStream(job.model, job.tokens), []
     sequential = config.order == "sequential"
     for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
-        with collect_hessians(targets) as hessians:
+        with fk.collect_hessians({t.name: t.module for t in targets}) as hessians:
             stream.run(index, advance=not sequential)
         factors: dict[int, Tensor] = {}
         for target in targets:
-            hessian = hessians.get(target.name)
-            if hessian is None:
-                warnings.warn(
-                    f"{target.name} saw no calibration token: its weights are ranked by magnitude", stacklevel=2
-                )
-                hessian = torch.eye(target.weight.shape[1], device=target.weight.device)
+            if target.name not in hessians:
+                warn_unseen(target)
+                hessians[target.name] = torch.eye(target.weight.shape[1], device=target.weight.device)
+            hessian = hessians[target.name]
             if id(hessian) not in factors:
                 factors[id(hessian)] = _factor(target.name, hessian)
-            rows.append(_prune_by_obs(config, target, factors[id(hessian)], *plan(target)))
+            _prune_by_obs(job, target, factors[id(hessian)], budgets)
+        rows += _rows(config, targets, budgets)
         if sequential:
             stream.run(index, advance=True)
     return rows
-
-
-def _obs_plan(job: Job) -> Callable[[Target], tuple[dict, Tensor | None]]:
-    """For each target the selection argument of obs_prune_() and the row weight."""
-    config, statistics = job.config, job.statistics
-    budgets = (
-        keep_budgets(config, job.targets, statistics)
-        if config.allocation in ("row", "global") and not config.nm
-        else {}
-    )
-
-    def plan(target: Target) -> tuple[dict, Tensor | None]:
-        if config.nm:
-            return {"pattern": config.nm}, None
-        weight = None
-        if config.method == "fsparsegpt":
-            weight = (floored_omega(statistics, target.name) ** config.power).float()
-        if config.allocation == "row":
-            return {"keep": budgets[target.name]}, weight
-        if config.allocation == "global":
-            size = target.weight.numel()
-            return {"sparsity": Fraction(size - int(budgets[target.name].sum()), size)}, weight
-        return {"sparsity": config.removed}, weight
-
-    return plan
 
 
 def _factor(name: str, hessian: Tensor) -> Tensor:
@@ -178,53 +155,45 @@ def _factor(name: str, hessian: Tensor) -> Tensor:
         factor, info = fk.obs_factor(hessian, damping)
         if not int(info):
             if attempt:
-                warnings.warn(
-                    f"the Hessian of {name} needed a damping of {damping:g} instead of {_DAMPING:g}", stacklevel=2
-                )
+                warnings.warn(f"the Hessian of {name} needed a damping of {damping:g}, not {_DAMPING:g}", stacklevel=2)
             return factor
     raise UserError(
-        f"the Hessian of {name} cannot be factored, even with a damping of {damping:g}; use more calibration text"
+        f"the Hessian of {name} has no factor, even with a damping of {damping:g}; use more calibration text"
     )
 
 
-def _prune_by_obs(
-    config: PruneConfig, target: Target, factor: Tensor, selection: dict, row_weight: Tensor | None
-) -> MatrixRow:
-    weight = target.weight
-    whole = weight.shape[1] - (weight.shape[1] % config.nm[1] if config.nm else 0)
-    head = factor[:whole, :whole].contiguous()
-    before = weight.to(torch.float32, copy=True) if whole < weight.shape[1] else None
-    fk.obs_prune_(weight[:, :whole], factor=head, row_weight=row_weight, **selection)
-    if before is not None:
-        # the sweep's errors E satisfy E U_head = W_before - W_after; they move on to the dense tail
-        change = before[:, :whole] - weight[:, :whole].float()
-        errors = torch.linalg.solve_triangular(head, change, upper=True, left=False)
-        weight[:, whole:] = (before[:, whole:] - errors @ factor[:whole, whole:]).to(weight.dtype)
+def _prune_by_obs(job: Job, target: Target, factor: Tensor, budgets: dict[str, Tensor] | None) -> None:
+    config, weight = job.config, target.weight
+    selection: dict = {"sparsity": config.removed}
+    if config.nm:
+        selection = {"pattern": config.nm}
+    elif config.allocation == "row":
+        selection = {"keep": budgets[target.name]}
+    elif config.allocation == "global":
+        size = weight.numel()
+        selection = {"sparsity": Fraction(size - int(budgets[target.name].sum()), size)}
+    row_weight = None
+    if config.needs_fisher:
+        row_weight = (floored_omega(job.statistics, target.name) ** config.power).float()
+    fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **selection)
     if not bool(weight.isfinite().all()):
         raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")
-    if "keep" in selection:
-        kept = int(selection["keep"].sum())
-    elif "sparsity" in selection:
-        kept = keep_total(*weight.shape, selection["sparsity"])
-    else:
-        kept = asked(config, target)
-    return _row(target, kept)
 
 
-def _row(target: Target, kept: int) -> MatrixRow:
-    """The facts of one pruned matrix; kept weights that are zero are those beyond the removed ones."""
-    weight = target.weight
-    rows, cols = weight.shape
-    zeros = weight.numel() - int(torch.count_nonzero(weight))
-    if zeros < weight.numel() - kept:
-        raise AssertionError(f"{target.name}: {zeros} zeros, expected at least {weight.numel() - kept}")
-    return MatrixRow(target.name, (rows, cols), asked=kept, kept=kept, kept_zero=zeros - (weight.numel() - kept))
+def _rows(config: PruneConfig, targets: list[Target], budgets: dict[str, Tensor] | None) -> list[MatrixRow]:
+    """The facts of pruned matrices; zeros beyond the removed weights are kept weights that are zero."""
+    rows = []
+    for target, zeros in zip(targets, _zeros(targets), strict=True):
+        kept = asked(config, target) if budgets is None else int(budgets[target.name].sum())
+        removed = target.weight.numel() - kept
+        if zeros < removed:
+            raise AssertionError(f"{target.name}: {zeros} zeros, expected at least {removed}")
+        rows.append(MatrixRow(target.name, tuple(target.weight.shape), kept, kept, kept_zero=zeros - removed))
+    return rows
 
 
-METHODS: dict[str, Callable[[Job], list[MatrixRow]]] = {
-    "magnitude": _by_score,
-    "wanda": _by_score,
-    "fwanda": _by_score,
-    "sparsegpt": _by_obs,
-    "fsparsegpt": _by_obs,
-}
+def _zeros(targets: list[Target]) -> list[int]:
+    """Zeros of each weight; waits for the device once."""
+    if not targets:
+        return []
+    return torch.stack([t.weight.numel() - torch.count_nonzero(t.weight) for t in targets]).tolist()

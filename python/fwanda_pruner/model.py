@@ -38,7 +38,7 @@ class Skipped:
     """A matrix inside a block that is not pruned, and why."""
 
     name: str
-    shape: tuple[int, ...]
+    parameter: Tensor
     reason: str
 
 
@@ -79,18 +79,19 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
             if isinstance(module, (nn.Linear, Conv1D)):
                 if not isinstance(module.weight, nn.Parameter) or not module.weight.is_floating_point():
                     kind = f"{type(module).__name__} with a weight of {module.weight.dtype}"
-                    raise UserError(f"{name} is quantised ({kind}); load the unquantised checkpoint and prune that")
-                if uses[id(module.weight)] > 1:
-                    skipped.append(
-                        Skipped(name, tuple(module.weight.shape), "its weight is shared with another module")
+                    raise UserError(
+                        f"{name} is quantised or parametrised ({kind}); prune the original checkpoint, or remove the "
+                        f"parametrisation first"
                     )
+                if uses[id(module.weight)] > 1:
+                    skipped.append(Skipped(name, module.weight, "its weight is shared with another module"))
                 else:
                     targets.append(Target(name, index, module))
                 continue
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.dim() >= 2:
                     reason = f"a parameter of {type(module).__name__}, which is not a linear layer"
-                    skipped.append(Skipped(f"{name}.{key}", tuple(parameter.shape), reason))
+                    skipped.append(Skipped(f"{name}.{key}", parameter, reason))
     if not targets:
         raise UserError(f"{type(model).__name__} has no linear layers in {prefix}; this model cannot be pruned")
     return targets, skipped

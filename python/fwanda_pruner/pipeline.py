@@ -1,4 +1,4 @@
-"""prune(): the stages in order, and the facts they leave in the report."""
+"""prune(), collect() and evaluate_model(): the stages in order, and the facts they leave behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from .methods import Job, prune_targets
 from .model import Skipped, Target, check_targets, find_targets
 from .report import MatrixRow, Report, versions
 
-_OBS_METHODS = ("sparsegpt", "fsparsegpt")
+_TOKENS = "tokens"  # the source of text that came as token ids
+_TEXT_SETTINGS = ("calibration", "nsamples", "seqlen", "seed")
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Stages:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keep this package's warnings for the report; they are shown all the same."""
+        """Keep this package's warnings for the report; each is also shown, once."""
         package = str(Path(__file__).parent)
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
@@ -81,7 +82,7 @@ def prune(
         model: a Hugging Face causal language model with floating-point weights, on the device to work on.
         tokenizer: its tokenizer; not needed when all text is given as token ids.
         config: the settings; or give them by name in **settings.
-        statistics: of this dense model, from calibrate(); the forward and backward pass is then left out.
+        statistics: of this dense model, from collect(); the forward and backward pass is then left out.
         calibration: overrides config.calibration; may be token ids [S, L] int64, used as they are.
         eval: overrides config.eval; may be token ids [S, L] int64.
         progress: show bars.
@@ -98,8 +99,55 @@ def prune(
         raise TypeError(f"give either config or settings, got both (settings: {', '.join(settings)})")
     config = config or PruneConfig.from_dict(settings)
     stages = Stages()
-    with stages.noting(), _evaluation_mode(model):
+    with stages.noting(), evaluate.evaluating(model):
         return _Run(config, model, tokenizer, calibration, eval, statistics, stages, progress).prune()
+
+
+def collect(
+    model: nn.Module, tokenizer=None, *, config: PruneConfig, calibration=None, progress: bool = True
+) -> Statistics:
+    """Statistics for any sparsity, pattern and allocation of wanda and fwanda, from one forward and backward pass.
+
+    Args:
+        model, tokenizer, config, calibration, progress: as prune(); of the config the text settings and fisher count.
+
+    Raises:
+        UserError: as prune().
+    """
+    stages = Stages()
+    text = PruneConfig(fisher=config.fisher, bos=config.bos, **{k: getattr(config, k) for k in _TEXT_SETTINGS})
+    with stages.noting(), evaluate.evaluating(model):
+        return _Run(text, model, tokenizer, calibration, None, None, stages, progress).collect()
+
+
+def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:
+    """Perplexity of a model as it is, with its protocol, and the zeros it holds.
+
+    Args:
+        model, tokenizer: a causal language model and its tokenizer.
+        config: eval, eval_seqlen (default: seqlen), eval_windows and bos count.
+        progress: show a bar.
+
+    Returns:
+        {"perplexity": float, seqlen, windows, tokens_sha256, bos, tokenizer,
+        "sparsity": {"matrices": over the prunable matrices, "model": over all parameters}}.
+
+    Raises:
+        UserError: as prune().
+    """
+    stages = Stages()
+    with stages.noting(), evaluate.evaluating(model):
+        run = _Run(config, model, tokenizer, None, None, None, stages, progress)
+        windows = run.read_text(calibration=False)
+        value = run.perplexity(windows, "model")
+    return {
+        "perplexity": value,
+        **protocol(windows, run.bos, tokenizer),
+        "sparsity": {
+            "matrices": _zero_share([t.weight for t in run.targets]),
+            "model": _zero_share(list(model.parameters())),
+        },
+    }
 
 
 def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skipped]]:
@@ -109,41 +157,57 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
         UserError: as prune().
     """
     targets, skipped = find_targets(model)
-    check_targets(targets, config.resolved())
+    check_targets(targets, config)
     return targets, skipped
 
 
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
+def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
+    """What makes two perplexities comparable: the windows [S, L], the BOS policy and the tokenizer."""
+    return {
+        "seqlen": windows.shape[1],
+        "windows": windows.shape[0],
+        "tokens_sha256": data.tokens_sha256(windows),
+        "bos": bos,
+        "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
+    }
+
+
+def _with_sources(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> PruneConfig:
+    """The config with the text that is really used, so that the report tells the truth."""
+    changes: dict = {}
+    if statistics is not None and not config.facts.updates_weights:
+        changes |= statistics.text
+    for name, source in (("calibration", calibration), ("eval", eval)):
+        if isinstance(source, Tensor):
+            if source.dim() != 2:
+                raise UserError(f"{name} as token ids must be [S, L], got {list(source.shape)}")
+            samples, length = ("nsamples", "seqlen") if name == "calibration" else ("eval_windows", "eval_seqlen")
+            changes |= {name: _TOKENS, samples: source.shape[0], length: source.shape[1]}
+        elif source is not None:
+            changes[name] = source
+    if statistics is not None and config.order is None:
+        changes["order"] = "onepass"
+    return replace(config, **changes).resolved()
 
 
 class _Run:
-    """One call of prune() or collect()."""
+    """One call of prune(), collect() or evaluate_model()."""
 
     def __init__(self, config: PruneConfig, model, tokenizer, calibration, eval, statistics, stages, progress: bool):
-        if statistics is not None and config.order is None:
-            config = replace(config, order="onepass")
-        self.config = config.resolved()
+        self.config = _with_sources(config, calibration, eval, statistics)
+        self.calibration = calibration if isinstance(calibration, Tensor) else self.config.calibration
+        self.eval = eval if isinstance(eval, Tensor) else self.config.eval
         self.model, self.tokenizer, self.given = model, tokenizer, statistics
         self.stages, self.progress = stages, progress
-        self.calibration = self.config.calibration if calibration is None else calibration
-        self.eval = self.config.eval if eval is None else eval
         self.device = next(model.parameters()).device
-        self.bos: bool | None = None
         self.tokens: Tensor | None = None
-        self.targets, self.skipped = find_targets(model)
-        check_targets(self.targets, self.config)
+        self.bos: bool | None = {"none": False, "window": True}.get(self.config.bos)
+        self.targets, self.skipped = plan(model, self.config)
 
     def prune(self) -> Report:
         config = self.config
-        if config.nm and (config.allocation in ("row", "global") or config.method == "fsparsegpt"):
-            plain = "wanda" if config.method == "fwanda" else "sparsegpt"
+        if config.nm and (config.facts.weighs_rows or config.method == "fwanda"):
+            plain = "sparsegpt" if config.facts.updates_weights else "wanda"
             warnings.warn(
                 f"{config.method} under {config.pattern} is exactly {plain}'s {config.pattern}: a factor for each row "
                 f"cancels inside a group",
@@ -152,8 +216,9 @@ class _Run:
         self._check_given()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        windows = self._read_text()
-        dense = self._perplexity(windows, "dense")
+        needs_inputs = config.facts.scores_inputs and self.given is None
+        windows = self.read_text(calibration=needs_inputs or config.facts.updates_weights)
+        dense = self.perplexity(windows, "dense")
         if dense is not None:
             note = evaluate.check_dense(dense, self.model.config.get_text_config().vocab_size)
             if note:
@@ -162,107 +227,85 @@ class _Run:
             statistics = self._statistics()
             with self.stages.timed("prune"):
                 rows = prune_targets(Job(config, self.model, self.targets, self.tokens, statistics, self.progress))
-        pruned = self._perplexity(windows, "pruned")
+        pruned = self.perplexity(windows, "pruned")
         return self._report(rows, statistics, windows, dense, pruned, energy.result)
 
     def collect(self) -> Statistics:
-        self._read_text()
-        with self.stages.timed("calibrate"):
-            return self._calibrated(self.config.fisher)
+        self.read_text(calibration=True)
+        return self._calibrated(self.config.fisher)
 
     def _check_given(self) -> None:
-        method, order = self.config.method, self.config.order
+        config = self.config
         if self.given is None:
             return
-        if method in ("magnitude", "sparsegpt"):
-            raise UserError(f"--method {method} uses no statistics; leave --statistics out")
-        if order != "onepass":
-            raise UserError(f"--statistics are of the dense model and need --order onepass, got {order}")
-        self.given.check(self.targets, fisher=self._needs_fisher)
+        if config.method in ("magnitude", "sparsegpt"):
+            raise UserError(f"--method {config.method} uses no statistics; leave --statistics out")
+        if config.order != "onepass":
+            raise UserError(f"--statistics are of the dense model and need --order onepass, got {config.order}")
+        self.given.check(self.targets, fisher=config.needs_fisher)
+        if self.given.bos is not None:
+            if self.bos not in (None, self.given.bos):
+                raise UserError(f"--bos {config.bos} contradicts the statistics, which were measured otherwise")
+            self.bos = self.given.bos
 
-    @property
-    def _needs_fisher(self) -> bool:
-        config = self.config
-        if config.nm:
-            return False
-        return config.method == "fsparsegpt" or (config.method == "fwanda" and config.allocation != "uniform")
-
-    def _read_text(self) -> Tensor | None:
+    def read_text(self, *, calibration: bool) -> Tensor | None:
         """Tokenise calibration (kept) and evaluation text (returned), with the BOS policy decided on the way."""
         config = self.config
         with self.stages.timed("text"):
-            self.bos = self.given.bos if self.given is not None else {"none": False, "window": True}.get(config.bos)
-            if config.method in _OBS_METHODS or (config.method != "magnitude" and self.given is None):
-                self.tokens = self._with_bos(
-                    lambda bos: data.calibration_tokens(
-                        self.calibration,
-                        self.tokenizer,
-                        nsamples=config.nsamples,
-                        seqlen=self._seqlen(self.calibration),
-                        seed=config.seed,
-                        bos=bos,
-                    )
-                )
+            if calibration:
+                settings = {"nsamples": config.nsamples, "seqlen": config.seqlen, "seed": config.seed}
+                self.tokens = self._read(data.calibration_tokens, self.calibration, **settings)
             if self.eval is None:
                 return None
-            return self._with_bos(
-                lambda bos: data.evaluation_tokens(
-                    self.eval,
-                    self.tokenizer,
-                    seqlen=self._seqlen(self.eval, eval=True),
-                    bos=bos,
-                    windows=config.eval_windows,
-                )
-            )
+            settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
+            return self._read(data.evaluation_tokens, self.eval, **settings)
 
-    def _seqlen(self, source, eval: bool = False) -> int:
-        if isinstance(source, Tensor) and source.dim() == 2:
-            return source.shape[1]
-        return self.config.eval_seqlen if eval else self.config.seqlen
-
-    def _with_bos(self, read) -> Tensor:
-        if self.bos is None:
-            tokens = read(False)
-            self.bos = self.tokenizer is not None and evaluate.choose_bos(self.model, self.tokenizer, tokens[0])
-            return read(True) if self.bos else tokens
-        return read(self.bos)
+    def _read(self, read, source, **settings) -> Tensor:
+        if isinstance(source, Tensor) or self.bos is not None:
+            return read(source, self.tokenizer, bos=bool(self.bos), **settings)
+        tokens = read(source, self.tokenizer, bos=False, **settings)
+        self.bos = evaluate.choose_bos(self.model, self.tokenizer, tokens[0])
+        return read(source, self.tokenizer, bos=True, **settings) if self.bos else tokens
 
     def _statistics(self) -> Statistics | None:
         """The given statistics, or those that the method needs, or None."""
+        config = self.config
         if self.given is not None:
+            if self.tokens is not None and data.tokens_sha256(self.tokens) != self.given.tokens_sha256:
+                warnings.warn("the statistics were measured on another text than the Hessians", stacklevel=2)
             return self.given.to(self.device)
-        config, fisher = self.config, self._needs_fisher
-        needs_x2 = config.method in ("wanda", "fwanda") and config.order == "onepass"
-        if not fisher and not needs_x2:
-            return None
-        with self.stages.timed("calibrate"):
-            return self._calibrated(config.fisher if fisher else None)
+        if config.needs_fisher:
+            return self._calibrated(config.fisher)
+        if config.facts.scores_inputs and config.order == "onepass":
+            return self._calibrated(None)
+        return None
 
     def _calibrated(self, fisher: str | None) -> Statistics:
-        statistics = calibrate(self.model, self.tokens, self.targets, fisher=fisher, progress=self.progress)
-        statistics.check(self.targets, fisher=fisher is not None)
+        with self.stages.timed("calibrate"):
+            statistics = calibrate(self.model, self.tokens, self.targets, fisher=fisher, progress=self.progress)
+            statistics.check(self.targets, fisher=fisher is not None)
         statistics.tokens_sha256, statistics.bos = data.tokens_sha256(self.tokens), self.bos
+        statistics.text = {k: getattr(self.config, k) for k in _TEXT_SETTINGS}
         return statistics
 
-    def _perplexity(self, windows: Tensor | None, label: str) -> float | None:
+    def perplexity(self, windows: Tensor | None, label: str) -> float | None:
         if windows is None:
             return None
         with self.stages.timed(f"eval_{label}"):
             return evaluate.perplexity(self.model, windows, progress=self.progress, label=f"{label} perplexity")
 
     def _report(self, rows, statistics, windows, dense, pruned, energy) -> Report:
-        parameters = list(self.model.parameters())
+        config, parameters = self.config, list(self.model.parameters())
         perplexity = None
         if windows is not None:
             perplexity = {"dense": dense, "pruned": pruned, **protocol(windows, self.bos, self.tokenizer)}
-        skipped = [MatrixRow(s.name, s.shape, asked=0, kept=0, kept_zero=0, skipped=s.reason) for s in self.skipped]
         tokens_sha256 = statistics.tokens_sha256 if statistics is not None else None
-        if tokens_sha256 is None and self.tokens is not None:
+        if self.tokens is not None:
             tokens_sha256 = data.tokens_sha256(self.tokens)
-        uses_floor = self._needs_fisher and (self.config.method == "fsparsegpt" or self.config.allocation == "row")
+        uses_floor = config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
         return Report(
-            config={"model": self.model.config.name_or_path, **self.config.to_dict()},
-            matrices=rows + skipped,
+            config={"model": self.model.config.name_or_path, **config.to_dict()},
+            matrices=rows + [_skipped_row(item) for item in self.skipped],
             model_parameters=sum(p.numel() for p in parameters),
             model_zeros=sum(p.numel() - int(torch.count_nonzero(p)) for p in parameters),
             perplexity=perplexity,
@@ -282,60 +325,10 @@ class _Run:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
-    """What makes two perplexities comparable: the windows [S, L], the BOS policy and the tokenizer."""
-    return {
-        "seqlen": windows.shape[1],
-        "windows": windows.shape[0],
-        "tokens_sha256": data.tokens_sha256(windows),
-        "bos": bos,
-        "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
-    }
-
-
-def collect(
-    model: nn.Module, tokenizer=None, *, config: PruneConfig, calibration=None, progress: bool = True
-) -> Statistics:
-    """Statistics for any sparsity, pattern and allocation of wanda and fwanda, from one forward and backward pass.
-
-    Args:
-        model, tokenizer, config, calibration, progress: as prune(); of the config only the text settings count.
-
-    Raises:
-        UserError: as prune().
-    """
-    stages = Stages()
-    with stages.noting(), _evaluation_mode(model):
-        return _Run(config, model, tokenizer, calibration, None, None, stages, progress).collect()
-
-
-def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:
-    """Perplexity of a model as it is, with its protocol, and the zeros it holds.
-
-    Args:
-        model, tokenizer: a causal language model and its tokenizer.
-        config: eval, eval_seqlen (default: seqlen), eval_windows and bos count.
-        progress: show a bar.
-
-    Returns:
-        {"perplexity": float, seqlen, windows, tokens_sha256, bos, tokenizer,
-        "sparsity": {"matrices": over the prunable matrices, "model": over all parameters}}.
-
-    Raises:
-        UserError: as prune().
-    """
-    stages = Stages()
-    config = replace(config, method="magnitude", allocation=None, order=None)
-    with stages.noting(), _evaluation_mode(model):
-        run = _Run(config, model, tokenizer, None, None, None, stages, progress)
-        windows = run._read_text()
-        value = run._perplexity(windows, "model")
-    weights = [t.weight for t in run.targets]
-    return {
-        "perplexity": value,
-        **protocol(windows, run.bos, tokenizer),
-        "sparsity": {"matrices": _zero_share(weights), "model": _zero_share(list(model.parameters()))},
-    }
+def _skipped_row(item: Skipped) -> MatrixRow:
+    size = item.parameter.numel()
+    zeros = size - int(torch.count_nonzero(item.parameter))
+    return MatrixRow(item.name, tuple(item.parameter.shape), size, size, zeros, skipped=item.reason)
 
 
 def _zero_share(tensors: list[Tensor]) -> float:

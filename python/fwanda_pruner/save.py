@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -72,6 +73,11 @@ def check_output(output: str | Path, *, overwrite: bool, needed_bytes: int = 0) 
         raise UserError(f"output {output} needs {_size(needed_bytes)}, the disk has {_size(free)} free; make room")
 
 
+def model_bytes(model) -> int:
+    """Bytes of a model's parameters and buffers."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+
+
 def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwrite: bool = False) -> None:
     """Writes a Hugging Face folder with `README.md` and `fwanda.json`, and audits the zeros in its files.
 
@@ -90,8 +96,7 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         RuntimeError: a written matrix does not hold the zeros of its row.
     """
     output = Path(output).resolve()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-    check_output(output, overwrite=overwrite, needed_bytes=size)
+    check_output(output, overwrite=overwrite, needed_bytes=model_bytes(model))
     token = secrets.token_hex(4)
     temporary, aside = (output.with_name(f".{output.name}.{token}.{end}") for end in ("tmp", "old"))
     made = [folder for folder in output.parents if not folder.exists()]
@@ -111,10 +116,12 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
 
 
 def _write(model, tokenizer, report: Report, folder: Path) -> None:
+    start = time.perf_counter()
     with quiet(), _savable_generation_config(model):
         model.save_pretrained(folder, max_shard_size="5GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+    report.seconds["save"] = round(time.perf_counter() - start, 3)
     (folder / "README.md").write_text(_model_card(report), encoding="utf-8")
     (folder / FILE_NAME).write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     mode = (folder / FILE_NAME).stat().st_mode
