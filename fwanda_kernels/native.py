@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ._build import find_library
-from .reference import bad_message
+from .reference import bad_message, check_selection
+
+_CUDA_COLUMNS = 65535
 
 _loaded: set[str] = set()
 
@@ -56,11 +58,52 @@ def _cpu_foreach_row_topk_prune_(weights, scales, keeps, bad: Tensor | None) -> 
         _cpu_row_topk_prune_(weight, scale, keep, None if bad is None else bad[i : i + 1])
 
 
+def _cuda_serves(weights: list[Tensor]) -> bool:
+    """The CUDA kernels need the bulk copies of compute capability 9.0, one dtype and rows of unit column stride."""
+    return (
+        torch.cuda.get_device_capability(weights[0].device) >= (9, 0)
+        and len({w.dtype for w in weights}) == 1
+        and all(1 <= w.shape[1] <= _CUDA_COLUMNS and w.stride(1) == 1 and w.stride(0) >= w.shape[1] for w in weights)
+    )
+
+
+def _cuda_row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
+    if not _cuda_serves([weight]):
+        return NotImplemented
+    if bad is None:
+        check_selection("row_topk_mask", weight, scale, keep)
+        bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    return torch.ops.fwanda_C.row_topk_mask.flag(weight, scale.contiguous(), keep.contiguous(), bad)
+
+
+def _cuda_row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
+    return _cuda_prune_("row_topk_prune_", [weight], [scale], [keep], bad)
+
+
+def _cuda_foreach_row_topk_prune_(weights, scales, keeps, bad: Tensor | None) -> None:
+    return _cuda_prune_("foreach_row_topk_prune_", weights, scales, keeps, bad)
+
+
+def _cuda_prune_(op: str, weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor | None) -> None:
+    if not _cuda_serves(weights):
+        return NotImplemented
+    if bad is None:
+        for weight, scale, keep in zip(weights, scales, keeps, strict=True):
+            check_selection(op, weight, scale, keep)
+        bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
+    scales, keeps = [s.contiguous() for s in scales], [k.contiguous() for k in keeps]
+    torch.ops.fwanda_C.foreach_row_topk_prune_(weights, scales, keeps, bad)
+
+
 _OPS: dict[str, dict[str, Callable]] = {
     "cpu": {
         "row_topk_mask": _cpu_row_topk_mask,
         "row_topk_prune_": _cpu_row_topk_prune_,
         "foreach_row_topk_prune_": _cpu_foreach_row_topk_prune_,
     },
-    "cuda": {},
+    "cuda": {
+        "row_topk_mask": _cuda_row_topk_mask,
+        "row_topk_prune_": _cuda_row_topk_prune_,
+        "foreach_row_topk_prune_": _cuda_foreach_row_topk_prune_,
+    },
 }

@@ -42,6 +42,12 @@ def _bad_weight(weight: Tensor) -> Tensor:
     return ~weight.isfinite().all()
 
 
+def check_selection(op: str, weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None = None) -> None:
+    """Report values that a row selection cannot take, before anything is written."""
+    out_of_range = ((keep < 0) | (keep > weight.shape[1])).any()
+    _report(op, bad, (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)), (BAD_KEEP, out_of_range))
+
+
 # stats
 
 
@@ -75,9 +81,7 @@ def _token_chunks(x: Tensor, token_mask: Tensor | None):
 
 def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None, op: str = "row_topk_mask") -> Tensor:
     rows, cols = weight.shape
-    out_of_range = ((keep < 0) | (keep > cols)).any()
-    checks = (BAD_WEIGHT, _bad_weight(weight)), (BAD_SCALE, _bad_scale(scale)), (BAD_KEEP, out_of_range)
-    _report(op, bad, *checks)
+    check_selection(op, weight, scale, keep, bad)
     order = torch.argsort(weight.float().abs() * scale, dim=1, stable=True)
     rank = torch.arange(cols, device=weight.device).expand(rows, cols)
     kept_in_order = rank >= cols - keep.clamp(0, cols)[:, None]

@@ -102,11 +102,10 @@ class Statistics:
         Raises:
             UserError: naming the tensor.
         """
+        named: dict[str, Tensor] = {}
         for target in targets:
             rows, cols = target.weight.shape
-            for kind, table, size in (("x2", self.x2, cols), ("g2", self.g2, rows)):
-                if kind == "g2" and not fisher:
-                    continue
+            for kind, table, size in (("x2", self.x2, cols), ("g2", self.g2, rows))[: 1 + fisher]:
                 tensor = table.get(target.name)
                 counted = isinstance(self.n_tokens.get(target.name), int)
                 if tensor is None or not counted or tensor.shape != (size,) or tensor.dtype != torch.float32:
@@ -114,10 +113,11 @@ class Statistics:
                     raise UserError(
                         f"the statistics must hold {target.name}.{kind} [{size}], got {got}; they are of another model"
                     )
-                if not bool((tensor.isfinite() & (tensor >= 0)).all()):
-                    raise UserError(
-                        f"{target.name}.{kind} has NaN or inf values; the model overflows on the calibration text"
-                    )
+                named[f"{target.name}.{kind}"] = tensor
+        valid = torch.stack([(t.isfinite() & (t >= 0)).all() for t in named.values()]).tolist()
+        for name, good in zip(named, valid, strict=True):
+            if not good:
+                raise UserError(f"{name} has NaN or inf values; the model overflows on the calibration text")
 
     def to(self, device) -> Statistics:
         """The same statistics on a device."""

@@ -68,14 +68,21 @@ def _by_score(job: Job) -> list[MatrixRow]:
     config, statistics = job.config, job.statistics
     budgets = keep_budgets(config, job.targets, statistics) if config.needs_budgets else None
     stream = BlockStream(job.model, job.tokens) if config.order == "sequential" else None
-    rows = []
+    zeros_before, flags = _zeros(job.targets), []
     for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
         if stream is not None:
             statistics = _measured_inputs(stream, index, targets)
         if targets:
-            rows += _select(config, targets, statistics, budgets)
+            flags.append(_select(config, targets, statistics, budgets))
         if stream is not None:
             stream.run(index, advance=True)
+    for target, flag in zip(job.targets, torch.cat(flags).tolist(), strict=True):
+        if flag:
+            raise UserError(f"{target.name} has NaN or inf among its weights or the norms of its inputs")
+    rows = _rows(config, job.targets, budgets)
+    for row, before in zip(rows, zeros_before, strict=True):
+        if row.kept_zero > before:
+            raise AssertionError(f"{row.name}: {row.kept_zero} kept weights are zero, of {before} zeros before")
     return rows
 
 
@@ -96,33 +103,29 @@ def _measured_inputs(stream: BlockStream, index: int, targets: list[Target]) -> 
 
 def _select(
     config: PruneConfig, targets: list[Target], statistics: Statistics | None, budgets: dict[str, Tensor] | None
-) -> list[MatrixRow]:
-    """Prune the matrices of one block by score."""
+) -> Tensor:
+    """Prune the matrices of one block by score, without waiting for the device; returns their [L] flags of bad values."""
     weights = [t.weight for t in targets]
     if config.facts.scores_inputs:
         scales = [statistics.norm(t.name) for t in targets]
     else:
         scales = [torch.ones(w.shape[1], device=w.device) for w in weights]
-    zeros_before = _zeros(targets)
-    if config.nm:
-        n, m = config.nm
-        for weight, scale in zip(weights, scales, strict=True):
-            whole = weight.shape[1] - weight.shape[1] % m
-            fk.nm_prune_(weight[:, :whole], scale[:whole], n, m)
-    else:
-        fk.foreach_row_topk_prune_(weights, scales, [budgets[t.name] for t in targets])
-    rows = _rows(config, targets, budgets)
-    for row, before in zip(rows, zeros_before, strict=True):
-        if row.kept_zero > before:
-            raise AssertionError(f"{row.name}: {row.kept_zero} kept weights are zero, of {before} zeros before")
-    return rows
+    flags = torch.zeros(len(targets), dtype=torch.int32, device=weights[0].device)
+    if not config.nm:
+        fk.foreach_row_topk_prune_(weights, scales, [budgets[t.name] for t in targets], bad=flags)
+        return flags
+    n, m = config.nm
+    for weight, scale, flag in zip(weights, scales, flags.split(1), strict=True):
+        whole = weight.shape[1] - weight.shape[1] % m
+        fk.nm_prune_(weight[:, :whole], scale[:whole], n, m, bad=flag)
+    return flags
 
 
 def _by_obs(job: Job) -> list[MatrixRow]:
     """SparseGPT and F-SparseGPT: block by block, one Hessian and one factor for each distinct input."""
     config = job.config
     budgets = keep_budgets(config, job.targets, job.statistics) if config.needs_budgets else None
-    stream, rows = BlockStream(job.model, job.tokens), []
+    stream = BlockStream(job.model, job.tokens)
     sequential = config.order == "sequential"
     for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
         with fk.collect_hessians({t.name: t.module for t in targets}) as hessians:
@@ -136,10 +139,9 @@ def _by_obs(job: Job) -> list[MatrixRow]:
             if id(hessian) not in factors:
                 factors[id(hessian)] = _factor(target.name, hessian)
             _prune_by_obs(job, target, factors[id(hessian)], budgets)
-        rows += _rows(config, targets, budgets)
         if sequential:
             stream.run(index, advance=True)
-    return rows
+    return _rows(config, job.targets, budgets)
 
 
 def _factor(name: str, hessian: Tensor) -> Tensor:

@@ -110,5 +110,7 @@ def check_targets(targets: list[Target], config: PruneConfig) -> None:
                 f"{target.name} has {cols} columns, pattern {config.pattern} needs a multiple of {config.nm[1]}; "
                 f"choose another pattern or --nm-tail dense"
             )
-        if not bool(torch.isfinite(target.weight).all()):
+    finite = torch.stack([torch.isfinite(target.weight).all() for target in targets]).tolist()
+    for target, good in zip(targets, finite, strict=True):
+        if not good:
             raise UserError(f"{target.name}.weight has NaN or inf values; the checkpoint is broken")
