@@ -21,7 +21,7 @@ LIBRARIES = {"cpu": "libfwanda_cpu.stable.so", "cuda": "libfwanda_cuda.stable.so
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DUSE_CUDA", "-cudart", "static"]
-DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
+DEFAULT_ARCHS = ("9.0", "10.0")  # what the CUDA kernels serve; older cards run Triton
 
 
 class BuildError(RuntimeError):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ._build import find_library
 from .reference import bad_message, check_selection
 
-_CUDA_COLUMNS = 65535
+_CUDA_COLUMNS = {torch.bfloat16: 65535, torch.float16: 65535, torch.float32: 57344}
 
 _loaded: set[str] = set()
 
@@ -63,8 +63,13 @@ def _cuda_serves(weights: list[Tensor]) -> bool:
     return (
         torch.cuda.get_device_capability(weights[0].device) >= (9, 0)
         and len({w.dtype for w in weights}) == 1
-        and all(1 <= w.shape[1] <= _CUDA_COLUMNS and w.stride(1) == 1 and w.stride(0) >= w.shape[1] for w in weights)
+        and all(_cuda_layout(w) for w in weights)
     )
+
+
+def _cuda_layout(weight: Tensor) -> bool:
+    cols = weight.shape[1]
+    return 1 <= cols <= _CUDA_COLUMNS[weight.dtype] and weight.stride(1) == 1 and weight.stride(0) >= cols
 
 
 def _cuda_row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:

@@ -179,17 +179,19 @@ def check_foreach_sq_sums(scale: int = 1) -> None:
 
 
 def check_sq_sums_order() -> None:
-    """Slabs of 256 tokens in fp32, each tile of 64 folded by halves, then the slabs in fp64: also what a GPU gives."""
+    """The order of additions that every device follows, on slabs of 256 tokens and tiles of 128."""
     from fwanda_kernels.triton import stats
 
     x = make_weight(400, 24, BF16, device=DEVICE)
-    squares = torch.cat((x.float().square(), torch.zeros(112, 24, device=DEVICE))).view(2, 4, 64, 24)
-    slabs = squares[:, 0] + squares[:, 1] + squares[:, 2] + squares[:, 3]
+    tiles = torch.cat((x.float().square(), torch.zeros(112, 24, device=DEVICE))).view(2, 2, 128, 24)
+    while tiles.shape[2] > 16:
+        tiles = tiles[:, :, : tiles.shape[2] // 2] + tiles[:, :, tiles.shape[2] // 2 :]
+    slabs = tiles[:, 0] + tiles[:, 1]
     while slabs.shape[1] > 1:
-        slabs = slabs[:, : slabs.shape[1] // 2] + slabs[:, slabs.shape[1] // 2 :]
+        slabs = slabs[:, ::2] + slabs[:, 1::2]
     acc = torch.ones(24, device=DEVICE)
     stats.accumulate_sq_sums_(acc, x, None)
-    assert torch.equal(acc, (1 + slabs.double().sum(0)[0]).float())
+    assert torch.equal(acc, (1 + slabs[:, 0].double().sum(0)).float())
 
 
 def check_bad_values() -> None:

@@ -27,7 +27,7 @@ from .common import (
 
 MAX_GROUP = 32
 TILE, WARPS = 2048, 4
-PACK_C, PACK_WARPS = 128, 4
+PACK_C, PACK_WARPS = 256, 8
 
 
 @triton.jit

@@ -16,34 +16,45 @@ from torch import Tensor
 
 from .common import in_vectors, on_device, serves
 
-BLOCK_T, BLOCK_C, WARPS = 64, 64, 4
+BLOCK_T, BLOCK_C, WARPS = 128, 64, 4
+# rows that a tile is folded to at once, in registers: with 16 bytes a load, each thread holds these rows of its columns
+ROWS = tl.constexpr(16)
 SLAB_TOKENS, MAX_SLABS = 256, 128
 FINISH_C = 32
 
 
 @triton.jit
-def _fold(v):
-    """Sum [N, C] over N <= 128 rows by halves, an order that no layout changes."""
+def _fold(v, N: tl.constexpr):
+    """Sum groups of rows of v [M, C], M <= 2048, by halves until N rows are left: an order that no layout changes."""
+    for _ in tl.static_range(11):
+        if v.shape[0] > N:
+            v = tl.sum(tl.reshape(v, (2, v.shape[0] // 2, v.shape[1])), axis=0)
+    return v
+
+
+@triton.jit
+def _fold_pairs(v):
+    """Sum of the rows of v [M, C], M <= 128, by neighbours: lanes before warps, so that little goes between warps."""
     for _ in tl.static_range(7):
         if v.shape[0] > 1:
-            v = tl.sum(tl.reshape(v, (2, v.shape[0] // 2, v.shape[1])), axis=0)
+            v = tl.sum(tl.reshape(v, (v.shape[0] // 2, 2, v.shape[1])), axis=1)
     return tl.reshape(v, (v.shape[1],))
 
 
 @triton.jit
-def _slab_sums(x, counted, target, tokens, cols, stride_t, stride_c, first, slab, c,
+def _slab_sums(x, counted, target, first, end, cols, stride_t, stride_c, c,
                MASKED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    """Write the sums of columns c over tokens [first, first + slab) to target."""
-    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    for start in range(first, first + slab, BLOCK_T):
+    """Write the sums of columns c over tokens [first, end) to target."""
+    total = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    for start in range(first, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        inside = t < tokens
+        inside = t < end
         if MASKED:
             inside &= tl.load(counted + t, mask=inside, other=0) != 0
         address = x + t[:, None].to(tl.int64) * stride_t + c[None, :].to(tl.int64) * stride_c
         v = tl.load(address, mask=inside[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
-        total = tl.fma(v, v, total)
-    tl.store(target + c, _fold(total), mask=c < cols)
+        total += _fold(v * v, ROWS)
+    tl.store(target + c, _fold_pairs(total), mask=c < cols)
 
 
 @triton.jit
@@ -54,7 +65,7 @@ def _add_slabs(partial, acc, slabs, cols, stride_acc, c, BLOCK_S: tl.constexpr):
     v = tl.load(partial + s[:, None].to(tl.int64) * cols + c[None, :], mask=inside, other=0.0)
     target = acc + c.to(tl.int64) * stride_acc
     before = tl.load(target, mask=c < cols, other=0.0)
-    tl.store(target, (before.to(tl.float64) + _fold(v.to(tl.float64))).to(tl.float32), mask=c < cols)
+    tl.store(target, (before.to(tl.float64) + tl.reshape(_fold(v.to(tl.float64), 1), (v.shape[1],))).to(tl.float32), mask=c < cols)
 
 
 @triton.jit
@@ -65,7 +76,8 @@ def _sq_sums_kernel(
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     target = partial + tl.program_id(1).to(tl.int64) * cols
     first = tl.program_id(1) * slab
-    _slab_sums(x, counted, target, tokens, cols, stride_t, stride_c, first, slab, c, MASKED, BLOCK_T, BLOCK_C)
+    end = tl.minimum(first + slab, tokens)
+    _slab_sums(x, counted, target, first, end, cols, stride_t, stride_c, c, MASKED, BLOCK_T, BLOCK_C)
 
 
 @triton.jit
@@ -103,7 +115,8 @@ def _foreach_sq_sums_kernel(
     c = program % strips * BLOCK_C + tl.arange(0, BLOCK_C)
     s = program // strips
     target = partial + s.to(tl.int64) * cols
-    _slab_sums(x, counted, target, tokens, cols, stride_t, stride_c, s * slab, slab, c, MASKED, BLOCK_T, BLOCK_C)
+    end = tl.minimum((s + 1) * slab, tokens)
+    _slab_sums(x, counted, target, s * slab, end, cols, stride_t, stride_c, c, MASKED, BLOCK_T, BLOCK_C)
 
 
 @triton.jit

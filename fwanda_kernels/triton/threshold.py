@@ -37,7 +37,7 @@ BIN_BITS = tl.constexpr(16)
 BINS = 1 << 16
 FIELDS = tl.constexpr(9)
 PASSES = 3
-TILE_R, BLOCK_C, WARPS = 4, 256, 4
+TILE_R, BLOCK_C, WARPS = 2, 512, 4
 BLOCK = 1024
 
 

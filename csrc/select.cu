@@ -1,0 +1,164 @@
+// Exact variable-k row selection: row_topk_prune_ (in place) and row_topk_mask.
+//
+// Memory: a block owns one row. The row is copied once into shared memory by the bulk copy engine and written once from
+// registers; scale [C] stays in L1. Each thread keeps the upper 16 bits of its scores as packed pairs (`key`, 2 columns a
+// register) and counts them against two thresholds a round, the first two taken from a sample; the few columns left
+// between two thresholds are ranked exactly on (score bits, column), and ties too many for that are cut by column.
+// sm_90: bulk copies, packed 16-bit min/max, fast 64-bit compares.
+#include <algorithm>
+#include <vector>
+
+#include "select.cuh"
+#include "select_row.cuh"
+
+namespace fwanda {
+
+namespace {
+
+constexpr int kMaxMatrices = 448;  // the table travels by value: 448 * 64 B < 32,764 B of kernel parameters
+
+struct Entry {
+  RowTopk m;
+  int32_t first_row;  // of this matrix among all rows of the launch
+};
+
+template <int N>
+struct Table {
+  int32_t count;
+  Entry entry[N];
+};
+
+template <class E, bool ALIGNED, bool MASK, int N>
+__global__ void __launch_bounds__(1024) _row_topk_kernel(const __grid_constant__ Table<N> table) {
+  using Bits = typename E::Bits;
+  extern __shared__ __align__(128) char dynamic[];
+  __shared__ Shared shared;
+  int low = 0, high = table.count - 1;
+  while (N > 1 && low < high) {
+    int mid = (low + high + 1) / 2;
+    if (table.entry[mid].first_row <= int(blockIdx.x)) low = mid;
+    else high = mid - 1;
+  }
+  const RowTopk& m = table.entry[low].m;
+  int64_t r = int(blockIdx.x) - table.entry[low].first_row;
+  Row<E, ALIGNED, MASK> x;
+  x.shared = &shared, x.parity = 0, x.cols = m.cols, x.scale = m.scale;
+  x.row = reinterpret_cast<Bits*>(dynamic + list_bytes(int(blockDim.x)));
+  if (threadIdx.x == 0) {
+    Bits* weight = static_cast<Bits*>(m.weight) + r * m.row_stride;
+    if (ALIGNED) start_copy(&shared.copied, x.row, weight, uint32_t(m.cols) * uint32_t(sizeof(Bits)));
+    int64_t wanted = m.keep[r], keep = min(max(wanted, int64_t(0)), int64_t(m.cols));
+    if (wanted != keep) atomicOr(m.bad, 4);
+    shared.weight = weight, shared.bad = m.bad, shared.keep = int32_t(keep), shared.listed = 0;
+  }
+  if (r == 0)
+    for (int c = int(threadIdx.x); c < m.cols; c += int(blockDim.x))
+      if (!(m.scale[c] >= 0.f && m.scale[c] <= 3.402823466e38f)) atomicOr(m.bad, 2);
+  __syncthreads();
+  if (!ALIGNED) {
+    for (int c = int(threadIdx.x); c < x.cols; c += int(blockDim.x)) x.row[c] = static_cast<const Bits*>(shared.weight)[c];
+    __syncthreads();
+  }
+  if (ALIGNED) wait_copy(&shared.copied);
+  bool full = (x.warp() + 1) * kColsPerWarp <= x.cols;
+  bool overflow = full ? x.template make_keys<true>() : x.template make_keys<false>();
+  if (overflow && x.has_nonfinite_weight()) atomicOr(shared.bad, 1);
+  int k = shared.keep;
+  int cutoff = k == 0 ? 0x8000 : 0;
+  if (k > 0 && k < x.cols) {
+    Bracket b = x.search(k);
+    cutoff = b.lo;
+    if (b.at_lo > k) {
+      uint32_t first = uint32_t(b.lo) << 16, last = (uint32_t(b.hi) << 16) - 1;
+      int at_first = b.at_lo, above = b.at_hi;
+      bool settled = at_first - above > list_capacity(x.threads()) && x.settle_bucket(b, k, first, last, at_first, above);
+      if (!settled) x.rank_candidates(b, first, last, at_first - above, k - above);
+    }
+  }
+  Bits* weight = static_cast<Bits*>(shared.weight);
+  uint8_t* mask = MASK ? m.mask + r * x.cols : nullptr;
+  if (full) x.template write<true>(cutoff, weight, mask);
+  else x.template write<false>(cutoff, weight, mask);
+  if (!ALIGNED && !MASK) {
+    __syncthreads();
+    for (int c = int(threadIdx.x); c < x.cols; c += int(blockDim.x)) weight[c] = x.row[c];
+  }
+}
+
+int threads_for(int cols) { return (cols + kColsPerWarp - 1) / kColsPerWarp * 32; }
+
+bool bulk_copyable(const RowTopk& m, int itemsize) {
+  auto multiple = [](const void* p, int n) { return reinterpret_cast<uintptr_t>(p) % n == 0; };
+  return multiple(m.weight, 16) && m.cols * itemsize % 16 == 0 && m.row_stride * itemsize % 16 == 0 && multiple(m.scale, 16) && multiple(m.mask, 4);
+}
+
+// One launch; all rows take the same number of threads. Barrier 0 is the only one used: an id in a register would reserve
+// all 16 of a block, and four such blocks fill an SM.
+template <class E, bool ALIGNED, bool MASK, int N>
+cudaError_t launch(const RowTopk* const* matrices, int count, cudaStream_t stream) {
+  Table<N> table;
+  int64_t rows = 0;
+  int threads = threads_for(matrices[0]->cols), row_bytes = 0;
+  for (int i = 0; i < count; i++) {
+    table.entry[i] = {*matrices[i], int32_t(rows)};
+    row_bytes = std::max(row_bytes, (matrices[i]->cols * int(sizeof(typename E::Bits)) + 15) / 16 * 16);
+    rows += matrices[i]->rows;
+  }
+  if (rows == 0) return cudaSuccess;
+  if (rows > 0x7fffffff - 0x10000) return cudaErrorInvalidValue;
+  auto kernel = _row_topk_kernel<E, ALIGNED, MASK, N>;
+  int shared = list_bytes(threads) + row_bytes;
+  if (shared > 48 * 1024) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+  }
+  table.count = count;
+  kernel<<<unsigned(rows), threads, shared, stream>>>(table);
+  return cudaGetLastError();
+}
+
+template <class E, bool MASK>
+cudaError_t launch(const RowTopk* matrices, int count, cudaStream_t stream) {
+  std::vector<const RowTopk*> order(count);
+  bool aligned = true;
+  for (int i = 0; i < count; i++) {
+    const RowTopk& m = matrices[i];
+    if (m.rows < 0 || m.cols < 1 || m.cols > kMaxCols || m.row_stride < m.cols) return cudaErrorInvalidValue;
+    aligned &= bulk_copyable(m, sizeof(typename E::Bits));
+    order[i] = &m;
+  }
+  std::stable_sort(order.begin(), order.end(), [](const RowTopk* a, const RowTopk* b) { return threads_for(a->cols) > threads_for(b->cols); });
+  for (int i = 0, n; i < count; i += n) {
+    for (n = 1; i + n < count && n < kMaxMatrices && threads_for(order[i + n]->cols) == threads_for(order[i]->cols);) n++;
+    cudaError_t error;
+    if (n == 1) error = aligned ? launch<E, true, MASK, 1>(&order[i], 1, stream) : launch<E, false, MASK, 1>(&order[i], 1, stream);
+    else error = aligned ? launch<E, true, false, kMaxMatrices>(&order[i], n, stream) : launch<E, false, false, kMaxMatrices>(&order[i], n, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+// In place over a list of matrices, one launch per number of threads a row (2,048 columns a warp); no host sync. Widths up to
+// 65,535 and as many bytes as a block's shared memory holds: 57,344 columns of fp32.
+cudaError_t row_topk_prune_(DType dtype, const RowTopk* matrices, int count, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::bf16: return launch<Bf16, false>(matrices, count, stream);
+    case DType::fp16: return launch<Fp16, false>(matrices, count, stream);
+    case DType::fp32: return launch<Fp32, false>(matrices, count, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+// True = keep; the weight is read only.
+cudaError_t row_topk_mask(DType dtype, const RowTopk& matrix, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::bf16: return launch<Bf16, true>(&matrix, 1, stream);
+    case DType::fp16: return launch<Fp16, true>(&matrix, 1, stream);
+    case DType::fp32: return launch<Fp32, true>(&matrix, 1, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fwanda
