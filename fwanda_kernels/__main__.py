@@ -10,35 +10,49 @@ import torch
 
 from . import __version__, backends, explain
 from ._build import BuildError, build
+from ._dispatch import forced_backend
 
 
 def describe() -> str:
-    """The table that `python -m fwanda_kernels` prints."""
+    """The table that `python -m fwanda_kernels` prints: ops that the same backends serve share a paragraph.
+
+    Raises:
+        ValueError: FWANDA_BACKEND names no backend.
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     lines = [f"fwanda_kernels {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {device}"]
+    if forced_backend():
+        lines.append(f"forced: {forced_backend()}")
+    groups: dict[tuple, list[str]] = {}
     for name in backends():
-        lines.append(name)
-        for where, table in explain(name).items():
-            if len(set(table.values())) == 1:
-                lines.append(f"  {where:5} {next(iter(table.values()))}")
-                continue
-            lines.append(f"  {where:5} " + "; ".join(f"{backend}: {status}" for backend, status in table.items()))
+        groups.setdefault(tuple(_device_lines(name)), []).append(name)
+    for about, names in groups.items():
+        lines += ["", ", ".join(names), *about]
     return "\n".join(lines)
 
 
+def _device_lines(name: str) -> list[str]:
+    lines = []
+    for device, table in explain(name).items():
+        if len(set(table.values())) == 1:
+            lines.append(f"  {device:5} {next(iter(table.values()))}")
+        else:
+            lines += [f"  {device:5} {backend:10} {status}" for backend, status in table.items()]
+    return lines
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fwanda_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m fwanda_kernels", description="Show which backend serves which op here, or build one."
+    )
     parser.add_argument("--build", choices=("cpu", "cuda", "all"), help="compile the native backend beside the package")
     args = parser.parse_args()
-    if args.build is None:
-        print(describe())
-        return 0
     try:
-        for path in build(args.build):
-            print(f"built {path.name}")
-    except BuildError as error:
+        lines = [describe()] if args.build is None else [f"built {path.name}" for path in build(args.build)]
+    except (BuildError, ValueError) as error:
         print(f"fwanda_kernels: error: {error}", file=sys.stderr)
         return 2
+    print(*lines, sep="\n")
     return 0
 
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,11 +115,24 @@ def _build_cuda(work: Path) -> Path:
     objects = [work / f"{source.stem}.o" for source in sources]
     archs = _arch_flags(nvcc)
     command = [nvcc, *NVCC_FLAGS, *archs, *STABLE_ABI, f"-I{torch / 'include'}"]
-    jobs = [[*command, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects, strict=True)]
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        list(pool.map(_run, jobs))
+    _compile({obj: [*command, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects, strict=True)}, work)
     _run([nvcc, "-shared", "-cudart", "static", *archs, *map(str, objects), "-o", str(library), *_link(torch)])
     return library
+
+
+def _compile(jobs: dict[Path, list[str]], work: Path) -> None:
+    """Run the commands that make the objects, at most MAX_JOBS at once, by ninja where it is installed."""
+    most = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else [shutil.which("ninja")]
+    if ninja[0] is None:
+        with ThreadPoolExecutor(most) as pool:
+            list(pool.map(_run, jobs.values()))
+        return
+    lines = ["rule run", "  command = $line"]
+    for target, command in jobs.items():
+        lines += [f"build {target.name}: run", f"  line = {shlex.join(command).replace('$', '$$')}"]
+    (work / "build.ninja").write_text("\n".join(lines) + "\n")
+    _run([*ninja, "-C", str(work), "-j", str(most)])
 
 
 def _sources() -> Path:

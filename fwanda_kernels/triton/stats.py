@@ -25,7 +25,7 @@ FINISH_C = 32
 
 @triton.jit
 def _fold(v, N: tl.constexpr):
-    """Sum groups of rows of v [M, C], M <= 2048, by halves until N rows are left: an order that no layout changes."""
+    """Sum rows of v [M, C], M <= 2048, by halves until N are left: an order that no layout changes."""
     for _ in tl.static_range(11):
         if v.shape[0] > N:
             v = tl.sum(tl.reshape(v, (2, v.shape[0] // 2, v.shape[1])), axis=0)
@@ -63,9 +63,10 @@ def _add_slabs(partial, acc, slabs, cols, stride_acc, c, BLOCK_S: tl.constexpr):
     s = tl.arange(0, BLOCK_S)
     inside = (s < slabs)[:, None] & (c < cols)[None, :]
     v = tl.load(partial + s[:, None].to(tl.int64) * cols + c[None, :], mask=inside, other=0.0)
+    total = tl.reshape(_fold(v.to(tl.float64), 1), (v.shape[1],))
     target = acc + c.to(tl.int64) * stride_acc
     before = tl.load(target, mask=c < cols, other=0.0)
-    tl.store(target, (before.to(tl.float64) + tl.reshape(_fold(v.to(tl.float64), 1), (v.shape[1],))).to(tl.float32), mask=c < cols)
+    tl.store(target, (before.to(tl.float64) + total).to(tl.float32), mask=c < cols)
 
 
 @triton.jit

@@ -151,7 +151,7 @@ def calibrate(
     statistics = Statistics(fisher=fisher)
     label = "calibrate" if fisher is None else "calibrate (forward and backward)"
     with fk.collect_statistics({t.name: t.module for t in targets}) as collected, _frozen(model, fisher is not None):
-        for window in tqdm(tokens, desc=label, unit="seq", disable=not progress):
+        for window in tqdm(tokens, desc=label, unit="seq", disable=None if progress else True):
             ids = window[None].to(_device(model))
             if fisher is None:
                 with torch.no_grad():

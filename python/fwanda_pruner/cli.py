@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 import warnings
@@ -23,9 +24,18 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser, *_args):
+        from importlib.metadata import version
+
+        print(f"fwanda {version('fwanda-kernels')}")
+        parser.exit()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     warnings.showwarning = lambda message, *_args, **_kwargs: print(f"warning: {message}", file=sys.stderr)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the failure itself is one line
     try:
         args = _parser().parse_args(argv)
         args.run(args)
@@ -43,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="fwanda", description="One-shot pruning of causal language models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     prune = _command(commands, "prune", _prune, "prune a model and write it as a Hugging Face folder")
@@ -50,10 +61,10 @@ def _parser() -> _Parser:
     _add_settings(prune, [f.name for f in fields(PruneConfig)])
     prune.add_argument("--config", metavar="FILE", help="YAML or JSON file of these settings; flags override it")
     prune.add_argument(
-        "--statistics", metavar="FILE", help="file of `fwanda calibrate`, instead of the calibration pass"
+        "--statistics", metavar="FILE", help="file of `fwanda calibrate`: x2 and omega; implies --order onepass"
     )
     prune.add_argument("--output", metavar="DIR", help="folder to write; appears whole or not at all")
-    prune.add_argument("--overwrite", action="store_true", help="replace DIR if it exists")
+    prune.add_argument("--overwrite", action="store_true", help="replace DIR, whatever it holds")
     prune.add_argument("--dry-run", action="store_true", help="list every target and what would go, write nothing")
 
     calibrate = _command(commands, "calibrate", _calibrate, "measure statistics once, to prune at any sparsity later")

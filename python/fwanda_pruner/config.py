@@ -55,7 +55,9 @@ class PruneConfig:
 
     method: str = _setting("fwanda", "pruning method", tuple(METHODS))
     allocation: str | None = _setting(
-        None, "how the keep budget is divided (default: the method's first)", ("layer", "uniform", "row", "global")
+        None,
+        "how the keep budget is divided (default: fwanda row, magnitude layer, others uniform)",
+        ("layer", "uniform", "row", "global"),
     )
     sparsity: str | None = _setting(
         None, "fraction of the weights removed, an exact decimal in [0, 1) (default 0.5, or what the pattern implies)"
@@ -69,7 +71,8 @@ class PruneConfig:
     layer_exponent: float = _setting(0.5, "damping exponent c of the global allocation across layers", type=float)
     order: str | None = _setting(
         None,
-        "onepass: statistics of the dense model; sequential: of the pruned blocks below",
+        "onepass: statistics of the dense model; sequential: of the pruned blocks below (default: sequential for "
+        "sparsegpt and fsparsegpt, else onepass)",
         ("onepass", "sequential"),
     )
     fisher: str = _setting("empirical", "labels of the Fisher information: those of the text", ("empirical",))
@@ -84,10 +87,10 @@ class PruneConfig:
         "start windows with BOS: whichever gives the lower dense loss, never, or each window",
         ("auto", "none", "window"),
     )
-    eval: str | None = _setting(None, "text for perplexity: a file, wikitext2 or sample (default: not measured)")
-    eval_seqlen: int | None = _setting(None, "tokens in an evaluation window (default: seqlen)", type=int)
+    eval: str | None = _setting(None, "text for perplexity: a file, wikitext2, sample, or a dataset name")
+    eval_seqlen: int | None = _setting(None, "tokens in an evaluation window (default: seqlen, 2048)", type=int)
     eval_windows: int | None = _setting(None, "evaluate the first N windows only (default: all)", type=int)
-    device: str = _setting("auto", "cpu, cuda, or auto: cuda where there is one", ("auto", "cpu", "cuda"))
+    device: str = _setting("auto", "cpu, cuda, cuda:N, or auto: cuda where there is one")
     dtype: str | None = _setting(None, "compute and write in this dtype (default: as stored; GGUF: float32)", DTYPES)
 
     def __post_init__(self):

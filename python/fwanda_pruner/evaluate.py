@@ -42,7 +42,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label
     samples, length = tokens.shape
     total = 0.0
     with evaluating(model), torch.no_grad():
-        for window in tqdm(tokens, desc=label, unit="window", disable=not progress):
+        for window in tqdm(tokens, desc=label, unit="window", disable=None if progress else True):
             total += _loss_sum(model, window, first_target=1)
     try:
         return math.exp(total / (samples * (length - 1)))

@@ -53,6 +53,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str | None = None) -> 
         model, tokenizer = _load_gguf(gguf, dtype) if gguf else _load_hf(name, dtype)
     with _one_line(f"model {name!r}: cannot be moved to {target}"):
         model = model.to(target).eval()
+    model.config.name_or_path = name
     return LoadedModel(model, tokenizer)
 
 

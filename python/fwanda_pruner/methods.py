@@ -69,7 +69,9 @@ def _by_score(job: Job) -> list[MatrixRow]:
     budgets = keep_budgets(config, job.targets, statistics) if config.needs_budgets else None
     stream = BlockStream(job.model, job.tokens) if config.order == "sequential" else None
     zeros_before, flags = _zeros(job.targets), []
-    for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
+    for index, targets in tqdm(
+        _by_block(job.targets), desc="prune", unit="block", disable=None if job.progress else True
+    ):
         if stream is not None:
             statistics = _measured_inputs(stream, index, targets)
         if targets:
@@ -104,7 +106,7 @@ def _measured_inputs(stream: BlockStream, index: int, targets: list[Target]) -> 
 def _select(
     config: PruneConfig, targets: list[Target], statistics: Statistics | None, budgets: dict[str, Tensor] | None
 ) -> Tensor:
-    """Prune the matrices of one block by score, without waiting for the device; returns their [L] flags of bad values."""
+    """Prune the matrices of one block by score; returns their [L] flags of bad values, still on the device."""
     weights = [t.weight for t in targets]
     if config.facts.scores_inputs:
         scales = [statistics.norm(t.name) for t in targets]
@@ -127,7 +129,9 @@ def _by_obs(job: Job) -> list[MatrixRow]:
     budgets = keep_budgets(config, job.targets, job.statistics) if config.needs_budgets else None
     stream = BlockStream(job.model, job.tokens)
     sequential = config.order == "sequential"
-    for index, targets in tqdm(_by_block(job.targets), desc="prune", unit="block", disable=not job.progress):
+    for index, targets in tqdm(
+        _by_block(job.targets), desc="prune", unit="block", disable=None if job.progress else True
+    ):
         with fk.collect_hessians({t.name: t.module for t in targets}) as hessians:
             stream.run(index, advance=not sequential)
         factors: dict[int, Tensor] = {}

@@ -85,7 +85,7 @@ def prune(
         statistics: of this dense model, from collect(); the forward and backward pass is then left out.
         calibration: overrides config.calibration; may be token ids [S, L] int64, used as they are.
         eval: overrides config.eval; may be token ids [S, L] int64.
-        progress: show bars.
+        progress: show bars, where standard error is a terminal.
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
 
     Returns:
@@ -156,6 +156,13 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     Raises:
         UserError: as prune().
     """
+    if config.nm and (config.facts.weighs_rows or config.method == "fwanda"):
+        plain = "sparsegpt" if config.facts.updates_weights else "wanda"
+        warnings.warn(
+            f"{config.method} under {config.pattern} is exactly {plain}'s {config.pattern}: a factor for each row "
+            f"cancels inside a group",
+            stacklevel=2,
+        )
     targets, skipped = find_targets(model)
     check_targets(targets, config)
     return targets, skipped
@@ -206,13 +213,6 @@ class _Run:
 
     def prune(self) -> Report:
         config = self.config
-        if config.nm and (config.facts.weighs_rows or config.method == "fwanda"):
-            plain = "sparsegpt" if config.facts.updates_weights else "wanda"
-            warnings.warn(
-                f"{config.method} under {config.pattern} is exactly {plain}'s {config.pattern}: a factor for each row "
-                f"cancels inside a group",
-                stacklevel=2,
-            )
         self._check_given()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -304,7 +304,12 @@ class _Run:
             tokens_sha256 = data.tokens_sha256(self.tokens)
         uses_floor = config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
         return Report(
-            config={"model": self.model.config.name_or_path, **config.to_dict()},
+            config={
+                "model": self.model.config.name_or_path,
+                **config.to_dict(),
+                "device": str(self.device),
+                "dtype": str(self.targets[0].weight.dtype).removeprefix("torch."),
+            },
             matrices=rows + [_skipped_row(item) for item in self.skipped],
             model_parameters=sum(p.numel() for p in parameters),
             model_zeros=sum(p.numel() - int(torch.count_nonzero(p)) for p in parameters),

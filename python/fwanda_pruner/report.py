@@ -196,9 +196,13 @@ def _grid(rows: list[tuple[str, Report]]) -> str:
 
 def _protocol(report: Report) -> str:
     if report.perplexity is None:
-        return "not measured"
+        return "perplexity not measured"
     seqlen, windows, sha256, bos, tokenizer = (report.perplexity.get(key) for key in PROTOCOL)
-    parts = [f"{windows} windows of {seqlen}", f"BOS {'in each window' if bos else 'none'}", f"tokens {sha256}"]
+    parts = [
+        f"{windows} windows of {seqlen}",
+        f"BOS {'in each window' if bos else 'none'}",
+        f"tokens {str(sha256)[:12]}",
+    ]
     return ", ".join(parts + [f"tokenizer {tokenizer}"] * (tokenizer is not None))
 
 

@@ -37,11 +37,18 @@ def atomic_file(path: str | Path):
     try:
         with _user_errors(path):
             yield temporary
+            temporary.chmod(0o666 & ~_umask())  # safetensors writes 0600
             _fsync(temporary)
             os.replace(temporary, path)
             _fsync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def check_output(output: str | Path, *, overwrite: bool, needed_bytes: int = 0) -> None:
@@ -124,9 +131,8 @@ def _write(model, tokenizer, report: Report, folder: Path) -> None:
     report.seconds["save"] = round(time.perf_counter() - start, 3)
     (folder / "README.md").write_text(_model_card(report), encoding="utf-8")
     (folder / FILE_NAME).write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    mode = (folder / FILE_NAME).stat().st_mode
     for file in folder.glob("*.safetensors"):
-        file.chmod(mode)  # safetensors writes 0600
+        file.chmod(0o666 & ~_umask())  # safetensors writes 0600
 
 
 @contextlib.contextmanager
