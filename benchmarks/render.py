@@ -26,7 +26,7 @@ def main() -> None:
 
 def table(result: dict, path: Path) -> str:
     """Markdown: a line of facts, then a row for each op and shape."""
-    facts = f"{result['card']}, driver {result['driver']}, torch {result['torch']}, Triton {result['triton']}, {result['date']}"
+    facts = "{card}, driver {driver}, torch {torch}, Triton {triton}, {date}".format_map(result)
     lines = [
         f"{facts}; a copy of 2 GiB runs at {result['copy_gb_per_s']:.0f} GB/s (`{path.relative_to(README.parent)}`).",
         "",

@@ -10,6 +10,7 @@ from torch import Tensor
 _SMALLEST = 2.0**-900  # of the largest signal; anything below counts as 0
 _LARGEST_LAMBDA = 2.0**1000
 _FLOAT64_BITS = 63
+_EXACT_INTEGERS = 2**53
 
 
 def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, bad: Tensor | None = None) -> Tensor:
@@ -72,6 +73,8 @@ def allocate_budgets(
             raise ValueError(f"allocate_budgets: vs[{i}] must be a floating [R], R >= 1, got {list(v.shape)} {v.dtype}")
         if not 0 <= k_min <= most:
             raise ValueError(f"allocate_budgets: 0 <= k_min <= k_max must hold, got k_min={k_min}, k_max[{i}]={most}")
+        if sizes[i] * most > _EXACT_INTEGERS:
+            raise ValueError(f"allocate_budgets: R * k_max must be at most 2^53, got {sizes[i]} * {most} in entry {i}")
         if not sizes[i] * k_min <= total <= sizes[i] * most:
             raise ValueError(
                 f"allocate_budgets: totals[{i}] must be in [{sizes[i] * k_min}, {sizes[i] * most}] "

@@ -101,7 +101,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     def __enter__(self) -> collect_statistics:
         for name, module in self._modules.items():
-            self._handles.append(module.register_forward_hook(self._forward_hook(name)))
+            self._handles.append(module.register_forward_hook(self._forward_hook(name), with_kwargs=True))
         return self
 
     def __exit__(self, *_) -> None:
@@ -111,8 +111,8 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         self._last_input.clear()
 
     def _forward_hook(self, name: str):
-        def hook(_module, inputs, output):
-            x = inputs[0]
+        def hook(_module, args, kwargs, output):
+            x = _first_input(args, kwargs)
             mask = self._check_mask(name, x)
             layer = self._statistics.get(name)
             if layer is None:
@@ -165,8 +165,8 @@ def collect_hessians(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Ten
     last = _LastInput()
 
     def hook_of(name: str):
-        def hook(_module, inputs, _output):
-            x = inputs[0]
+        def hook(_module, args, kwargs, _output):
+            x = _first_input(args, kwargs)
             if name not in owners:
                 owners[name] = owners[last.value] if last.matches(x, None) else name
                 if owners[name] == name:
@@ -178,13 +178,17 @@ def collect_hessians(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Ten
 
         return hook
 
-    handles = [module.register_forward_hook(hook_of(name)) for name, module in modules.items()]
+    handles = [module.register_forward_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()]
     try:
         yield hessians
     finally:
         for handle in handles:
             handle.remove()
         last.clear()
+
+
+def _first_input(args: tuple, kwargs: dict) -> Tensor:
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _recomputing() -> bool:

@@ -121,7 +121,10 @@ MISTAKES = {
     "missing calibration": (["--calibration", "nowhere.txt"], "nowhere.txt"),
     "order without text": (["--method", "magnitude", "--order", "sequential"], "leave --order out"),
     "flag that does not exist": (["--sparsty", "0.5"], "unrecognized arguments"),
-    "nsamples of none": (["--nsamples", "0"], "--nsamples must be an integer >= 1"),
+    "nsamples of none": (["--nsamples", "0"], "--nsamples must be an integer in [1, 1000000], got 0"),
+    "exponent out of range": (["--method", "fwanda", "--power", "1000"], "--power must be a number in [0, 4]"),
+    "sparsity of a huge exponent": (["--sparsity", "1e-99999999"], "--sparsity must be a decimal"),
+    "no text": (["--calibration", ""], "the name of the text is empty"),
     "no cuda here": (["--device", "cuda"], "cuda"),
     "statistics that are none": (["--statistics", "nowhere.safetensors"], "is not a statistics file"),
 }
@@ -159,6 +162,72 @@ def test_output_that_is_not_empty_is_refused_unless_overwritten(folder, tmp_path
     assert (tmp_path / "out" / "mine").read_text() == "precious"
     assert main(arguments(folder, tmp_path / "out", "--overwrite")) == 0
     assert not (tmp_path / "out" / "mine").exists()
+
+
+def test_output_never_replaces_what_the_run_reads(folder, tmp_path, capsys):
+    shutil.copytree(folder / "model", tmp_path / "par" / "model")
+    for out in (tmp_path / "par", tmp_path / "par" / "model"):
+        command = [
+            "prune",
+            str(tmp_path / "par" / "model"),
+            "--method",
+            "magnitude",
+            "--overwrite",
+            "--output",
+            str(out),
+        ]
+        assert main(command) == 2
+        check_one_line(capsys, "which this run reads")
+    assert (tmp_path / "par" / "model" / "model.safetensors").exists()
+
+
+def test_calibrate_never_replaces_another_kind_of_file(folder, tmp_path, capsys):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    assert main(["calibrate", str(tmp_path / "model"), "--output", str(weights)]) == 2
+    check_one_line(capsys, "is not a statistics file")
+    assert weights.read_bytes() == before
+
+
+def test_a_killed_run_leaves_nothing_that_the_next_does_not_clean(folder, tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (tmp_path / f".out.{dead.pid}-0123abcd.tmp").mkdir()
+    (tmp_path / f".out.{dead.pid}-0123abcd.old").mkdir()
+    mine = tmp_path / ".out.notes"
+    mine.mkdir()
+    assert main(arguments(folder, tmp_path / "out", "--overwrite")) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.notes"}
+
+
+@pytest.mark.parametrize("line", ["method: null", "calibration: 5", "pattern: 2:4", "seed: abc", "power: true", "1: 2"])
+def test_settings_of_the_wrong_type_end_in_one_line(line, folder, tmp_path, capsys):
+    (tmp_path / "settings.yaml").write_text(line + "\n")
+    command = [
+        "prune",
+        str(folder / "model"),
+        "--config",
+        str(tmp_path / "settings.yaml"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main(command) == 2
+    check_one_line(capsys, "quote it in YAML" if line.startswith("pattern") else "")
+
+
+@pytest.mark.parametrize("name", ["/", "x" * 250, "loop/out", "\0"])
+def test_impossible_output_paths_end_in_one_line(name, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    assert main(arguments(folder, name)) == 2
+    check_one_line(capsys, "output")
+
+
+def test_an_unknown_backend_ends_in_one_line(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FWANDA_BACKEND", "xyz")
+    assert main(arguments(folder, tmp_path / "out")) == 2
+    check_one_line(capsys, "backend must be one of native, triton, reference")
 
 
 def test_output_is_required(folder, capsys):

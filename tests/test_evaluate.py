@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +65,10 @@ def test_perplexity_evaluates_without_dropout_cache_or_gradients_and_puts_the_mo
     assert model.training is training and torch.is_grad_enabled()
 
 
-def test_perplexity_runs_one_window_at_a_time_and_shows_its_label(model, capsys):
+def test_perplexity_runs_one_window_at_a_time_and_shows_its_label_on_a_terminal(model, capsys, monkeypatch):
+    perplexity(model, tokens_of(2, 4), label="dense perplexity")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     perplexity(model, tokens_of(2, 4), label="dense perplexity")
     assert "dense perplexity: 100%" in capsys.readouterr().err
     perplexity(model, tokens_of(2, 4), progress=False)

@@ -137,7 +137,7 @@ def test_saved_statistics_give_the_same_masks(settings, tmp_path):
 
 def test_statistics_of_another_model_are_refused():
     statistics = fwanda_pruner.collect(tiny.llama(), config=PruneConfig(), calibration=TOKENS, progress=False)
-    with pytest.raises(UserError, match="they are of another model"):
+    with pytest.raises(UserError, match="are of another model"):
         fwanda_pruner.prune(tiny.llama(hidden_size=64), statistics=statistics, method="wanda", progress=False)
 
 
@@ -150,9 +150,65 @@ def test_nan_in_a_weight_is_named():
 
 def test_nan_in_statistics_is_named():
     model = tiny.llama()
-    model.model.norm.weight.data[0] = float("inf")
-    with pytest.raises(UserError, match=r"\.g2 has NaN or inf"):
-        prune(model, method="fwanda")
+    model.model.layers[0].mlp.up_proj.weight.data *= 1e37
+    with pytest.raises(UserError, match=r"down_proj\.x2 has NaN or inf"):
+        prune(model, method="wanda")
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.layers.0.input_layernorm"])
+def test_nan_outside_the_targets_is_named_too(name):
+    model = tiny.llama(tie_word_embeddings=False)
+    model.get_submodule(name).weight.data.view(-1)[0] = float("nan")
+    with pytest.raises(UserError, match=f"{name}.weight has NaN or inf"):
+        prune(model, method="magnitude")
+
+
+def test_statistics_of_another_model_of_the_same_shape_are_refused():
+    statistics = fwanda_pruner.collect(tiny.llama(), config=PruneConfig(), calibration=TOKENS, progress=False)
+    with pytest.raises(UserError, match="are of another model"):
+        fwanda_pruner.prune(tiny.llama(seed=1), statistics=statistics, method="wanda", progress=False)
+
+
+def test_blocks_whose_arguments_depend_on_the_tokens_are_refused():
+    model = tiny.llama()
+
+    embed = model.model.embed_tokens
+    embed.register_forward_hook(lambda _m, _i, out: setattr(model, "seen", out.sum()))
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda _m, a, k: (a, {**k, "extra": model.seen}), with_kwargs=True)
+    with pytest.raises(UserError, match="the arguments of its blocks depend on the tokens"):
+        prune(model, method="wanda", order="sequential")
+
+
+def test_blocks_that_are_no_plain_chain_are_refused():
+    model = tiny.llama()
+    model.model.layers[1].register_forward_pre_hook(
+        lambda _m, args, kwargs: ((args[0] * 2, *args[1:]), kwargs), with_kwargs=True
+    )
+    with pytest.raises(UserError, match="takes more than the output of the one before it"):
+        prune(model, method="sparsegpt")
+
+
+def test_windows_longer_than_learned_positions_are_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=16, vocab_size=64)).eval()
+    with pytest.raises(UserError, match="has 16 positions, got windows of 24"):
+        prune(model, method="wanda")
+    report = fwanda_pruner.prune(model, method="sparsegpt", calibration=tiny.tokens(3, 16), progress=False)
+    assert report.sparsity["matrices"] == 0.5 and len(report.matrices) == 4
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused():
+    with pytest.raises(UserError, match=r"token ids must be in \[0, 64\)"):
+        fwanda_pruner.prune(tiny.llama(), method="wanda", calibration=TOKENS + 60, progress=False)
+
+
+def test_prune_works_under_no_grad():
+    with torch.no_grad():
+        assert prune(tiny.llama(), method="fwanda", allocation="global").sparsity["matrices"] == pytest.approx(
+            0.5, abs=1e-4
+        )
 
 
 def test_weights_that_were_zero_count_as_kept_zero():

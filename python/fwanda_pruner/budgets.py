@@ -108,6 +108,8 @@ def _row_scales(
     b, c = config.row_exponent, config.layer_exponent
     omegas = [statistics.omega(t.name) for t in targets]
     mean = torch.cat(omegas).mean()
+    if not bool(mean > 0):
+        raise UserError("the Fisher information is 0 everywhere: the loss does not depend on the blocks of this model")
     scales = []
     for target, omega, norm in zip(targets, omegas, norms, strict=True):
         m = _mean_score(target.weight, norm)

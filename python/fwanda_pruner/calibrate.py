@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ class Statistics:
         bos: whether each window starts with BOS.
         fisher: whose labels the loss used; None without g2.
         text: the settings of the text: calibration, nsamples, seqlen, seed.
+        weights: fingerprint() of the dense model; None if unknown.
     """
 
     x2: dict[str, Tensor] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class Statistics:
     bos: bool | None = None
     fisher: str | None = None
     text: dict = field(default_factory=dict)
+    weights: str | None = None
 
     def norm(self, name: str) -> Tensor:
         """[C] fp32 norm of each input column; ones where no token came by, so that the magnitude decides."""
@@ -91,8 +94,14 @@ class Statistics:
                 facts = json.loads((file.metadata() or {})["fwanda"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
             pick = {s: {k[:-3]: t for k, t in tensors.items() if k.endswith(s)} for s in (".x2", ".g2")}
-            return cls(x2=pick[".x2"], g2=pick[".g2"], **facts)
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            statistics = cls(x2=pick[".x2"], g2=pick[".g2"], **facts)
+            counts = statistics.n_tokens.items()
+            if not all(isinstance(k, str) and type(n) is int and n >= 0 for k, n in counts) or not (
+                isinstance(statistics.text, dict) and statistics.bos in (None, True, False)
+            ):
+                raise ValueError("its facts have the wrong types")
+            return statistics
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             line = " ".join(str(error).split())
             raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {line}") from error
 
@@ -102,6 +111,8 @@ class Statistics:
         Raises:
             UserError: naming the tensor.
         """
+        if set(self.x2) != {t.name for t in targets} or self.weights not in (None, fingerprint(targets)):
+            raise UserError("the statistics are of another model; measure them on this one by fwanda calibrate")
         named: dict[str, Tensor] = {}
         for target in targets:
             rows, cols = target.weight.shape
@@ -123,6 +134,16 @@ class Statistics:
         """The same statistics on a device."""
         moved = {k: {name: t.to(device) for name, t in getattr(self, k).items()} for k in ("x2", "g2")}
         return Statistics(**{**vars(self), **moved})
+
+
+def fingerprint(targets: list[Target]) -> str:
+    """sha256 of a sample of each dense weight, in fp32: tells models of one shape apart."""
+    digest = hashlib.sha256()
+    for target in targets:
+        rows, cols = target.weight.shape
+        sample = target.weight[:: max(1, rows // 8), :: max(1, cols // 8)]
+        digest.update(sample.float().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def warn_unseen(target: Target) -> None:
@@ -148,16 +169,18 @@ def calibrate(
     The loss is the SUM of the next-token losses, so that omega does not depend on the window length. All parameters are
     frozen: the backward pass forms gradients of activations only. Source: the paper, algorithm 1.
     """
-    statistics = Statistics(fisher=fisher)
+    statistics = Statistics(fisher=fisher, weights=fingerprint(targets))
     label = "calibrate" if fisher is None else "calibrate (forward and backward)"
-    with fk.collect_statistics({t.name: t.module for t in targets}) as collected, _frozen(model, fisher is not None):
-        for window in tqdm(tokens, desc=label, unit="seq", disable=None if progress else True):
-            ids = window[None].to(_device(model))
-            if fisher is None:
+    modules = {t.name: t.module for t in targets}
+    with torch.inference_mode(False), torch.enable_grad(), _frozen(model, fisher is not None):
+        with fk.collect_statistics(modules) as collected:
+            for window in tqdm(tokens, desc=label, unit="seq", disable=None if progress else True):
+                ids = window[None].to(_device(model))
+                if fisher is not None:
+                    summed_loss(model, ids).backward()
+                    continue
                 with torch.no_grad():
                     model.base_model(input_ids=ids, use_cache=False)
-            else:
-                summed_loss(model, ids).backward()
     for target in targets:
         statistics.add(target, collected)
     return statistics
@@ -198,25 +221,35 @@ class BlockStream:
     """The calibration windows, one decoder block at a time.
 
     Holds the hidden state of every window at the input of the current block, and the other arguments that each block
-    gets (masks, position embeddings), which are the same for all windows of one length.
+    gets (masks, position embeddings), which must be the same for all windows of one length.
 
     Args:
         model: a causal language model in eval mode.
         tokens: [S, L] int64 windows without padding.
+
+    Raises:
+        UserError: the model's blocks are not a plain chain.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor):
         self.blocks = find_blocks(model)[1]
         self._arguments = self._capture_arguments(model, tokens[:1])
+        if len(tokens) > 1 and not _same(self._arguments, self._capture_arguments(model, tokens[-1:])):
+            raise UserError(f"{_not_streamable(model)}: the arguments of its blocks depend on the tokens")
         self.hidden = [self._capture_hidden(model, window[None]) for window in tokens]
 
     @torch.no_grad()
     def _capture_arguments(self, model: nn.Module, ids: Tensor) -> list[tuple[tuple, dict]]:
-        captured = []
+        """Arguments of each block in one forward pass, which also shows that the blocks form a plain chain."""
+        captured: list[tuple[tuple, dict]] = []
+        before: list[Tensor] = []
 
         def hook(_module, args, kwargs):
-            kwargs = {k: v for k, v in kwargs.items() if k != "hidden_states"}
-            captured.append((args[1:], kwargs))
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if captured and not _close(self._block_output(len(captured) - 1, before.pop(), captured[-1]), hidden):
+                raise UserError(f"{_not_streamable(model)}: a block takes more than the output of the one before it")
+            captured.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))
+            before.append(hidden)
 
         handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in self.blocks]
         try:
@@ -225,11 +258,13 @@ class BlockStream:
             for handle in handles:
                 handle.remove()
         if len(captured) != len(self.blocks):
-            raise UserError(
-                f"{type(model).__name__} cannot be run block by block ({len(captured)} of {len(self.blocks)} called); "
-                f"use --order onepass with magnitude, wanda or fwanda"
-            )
+            raise UserError(f"{_not_streamable(model)}: it called {len(captured)} of {len(self.blocks)} blocks")
         return captured
+
+    def _block_output(self, index: int, hidden: Tensor, arguments: tuple[tuple, dict]) -> Tensor:
+        args, kwargs = arguments
+        output = self.blocks[index].forward(hidden, *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
     def _capture_hidden(self, model: nn.Module, ids: Tensor) -> Tensor:
@@ -248,8 +283,26 @@ class BlockStream:
     @torch.no_grad()
     def run(self, index: int, *, advance: bool) -> None:
         """Run every window through block `index`; with advance, its outputs become the inputs of the next block."""
-        args, kwargs = self._arguments[index]
         for i, hidden in enumerate(self.hidden):
-            output = self.blocks[index](hidden, *args, **kwargs)
+            output = self._block_output(index, hidden, self._arguments[index])
             if advance:
-                self.hidden[i] = output[0] if isinstance(output, tuple) else output
+                self.hidden[i] = output
+
+
+def _not_streamable(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot be run block by block, use wanda or fwanda with --order onepass"
+
+
+def _same(a, b) -> bool:
+    """Equal structures with equal tensors; what is neither is not compared."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return True
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).float().norm() <= 1e-2 * b.float().norm())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import signal
 import sys
 import time
 import warnings
@@ -36,8 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     warnings.showwarning = lambda message, *_args, **_kwargs: print(f"warning: {message}", file=sys.stderr)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the failure itself is one line
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     try:
         args = _parser().parse_args(argv)
+        _check_backend()
         args.run(args)
         return 0
     except UserError as error:
@@ -46,9 +50,27 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f'fwanda: error: {error}; install the pruner: pip install "fwanda-kernels[prune]"', file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "BackendError":
+            raise
+        print(f"fwanda: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("fwanda: interrupted", file=sys.stderr)
         return 130
+
+
+def _check_backend() -> None:
+    name = os.environ.get("FWANDA_BACKEND")
+    if not name:
+        return
+    import fwanda_kernels
+
+    try:
+        with fwanda_kernels.use_backend(name):
+            pass
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _parser() -> _Parser:
@@ -126,7 +148,7 @@ def _config(args: argparse.Namespace) -> PruneConfig:
 
 def _prune(args: argparse.Namespace) -> None:
     config = _config(args)
-    if args.output is None and not args.dry_run:
+    if not args.output and not args.dry_run:
         raise UserError("--output DIR is required (or --dry-run)")
     from . import pipeline, report
     from .calibrate import Statistics
@@ -134,7 +156,8 @@ def _prune(args: argparse.Namespace) -> None:
     from .save import check_output, model_bytes, save_pruned
 
     if not args.dry_run:
-        check_output(args.output, overwrite=args.overwrite)
+        inputs = (args.model, args.statistics, config.calibration, config.eval)
+        check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
     reads_calibration = config.facts.updates_weights or (config.facts.scores_inputs and statistics is None)
     _check_text(calibration=config.calibration if reads_calibration else None, eval=config.eval)
@@ -182,11 +205,15 @@ def _print_plan(model, config: PruneConfig) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     config = _config(args)
     output = Path(args.output)
-    if output.suffix != ".safetensors" or not output.parent.is_dir() or output.is_dir():
-        raise UserError(f"--output must be a .safetensors file in an existing folder, got {args.output}")
-    _check_text(calibration=config.calibration)
+    if output.suffix != ".safetensors" or not os.access(output.parent, os.W_OK) or output.is_dir():
+        raise UserError(f"--output must be a .safetensors file in an existing, writable folder, got {args.output}")
     from . import pipeline
+    from .calibrate import Statistics
     from .load import load_model
+
+    if output.exists():
+        Statistics.load(output)  # never replace another kind of file
+    _check_text(calibration=config.calibration)
 
     model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
     statistics = pipeline.collect(model, tokenizer, config=config)

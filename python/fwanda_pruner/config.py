@@ -39,6 +39,14 @@ METHODS = {
 FISHER_ALLOCATIONS = ("row", "global")
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST_EXPONENT = 4
+LARGEST_GROUP = 1024
+_RANGES = {
+    "nsamples": (1, 1_000_000),
+    "seqlen": (2, 10_000_000),
+    "eval_seqlen": (2, 10_000_000),
+    "eval_windows": (1, 1_000_000_000),
+    "seed": (0, 2**63 - 1),
+}
 
 
 def _setting(default, help: str, choices: tuple | None = None, type: type = str):
@@ -97,7 +105,10 @@ class PruneConfig:
         if self.sparsity is not None:
             object.__setattr__(self, "sparsity", str(self.sparsity))
         for f in fields(self):
-            self._check_value(f.name, getattr(self, f.name), f.metadata)
+            value = getattr(self, f.name)
+            if value is None and f.default is not None:
+                raise UserError(f"{_flag(f.name)} must have a value, got none")
+            self._check_value(f.name, value, f.metadata)
         if self.allocation is not None and self.allocation not in self.facts.allocations:
             raise UserError(
                 f"--allocation must be one of {', '.join(self.facts.allocations)} with --method {self.method}, "
@@ -118,9 +129,9 @@ class PruneConfig:
             hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
             raise UserError(f"{_flag(name)} must be text, got {value!r}{hint}")
         if kind is int:
-            least, most = {"seed": (0, 2**63 - 1)}.get(name, (2 if name.endswith("seqlen") else 1, 2**31 - 1))
+            least, most = _RANGES[name]
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise UserError(f"{_flag(name)} must be an integer >= {least}, got {value!r}")
+                raise UserError(f"{_flag(name)} must be an integer in [{least}, {most}], got {value!r}")
         if kind is float and not (
             isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_EXPONENT
         ):
@@ -129,7 +140,8 @@ class PruneConfig:
     def _check_sparsity(self) -> None:
         if self.sparsity is not None:
             try:
-                valid = 0 <= Fraction(self.sparsity) < 1
+                # a short text, so that the exact fraction stays small
+                valid = re.fullmatch(r"[-+\d./]{1,40}(e-?\d{1,3})?", self.sparsity) and 0 <= Fraction(self.sparsity) < 1
             except (ValueError, ZeroDivisionError):
                 valid = False
             if not valid:
@@ -137,9 +149,10 @@ class PruneConfig:
         if self.pattern is None:
             return
         match = re.fullmatch(r"(\d+):(\d+)", self.pattern)
-        if not match or not 1 <= int(match[1]) <= int(match[2]):
+        if not match or not 1 <= int(match[1]) <= int(match[2]) <= LARGEST_GROUP:
             raise UserError(
-                f"--pattern must be n:m with 1 <= n <= m, keep n of every m, e.g. 2:4, got {self.pattern!r}"
+                f"--pattern must be n:m, keep n of every m, with 1 <= n <= m <= {LARGEST_GROUP}, e.g. 2:4, "
+                f"got {self.pattern!r}"
             )
         n, m = self.nm
         if self.sparsity is not None and Fraction(self.sparsity) != 1 - Fraction(n, m):
@@ -201,7 +214,7 @@ class PruneConfig:
             UserError: a key is unknown or a value is not allowed.
         """
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(values) - known, key=str)
         if unknown:
             raise UserError(f"unknown setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}")
         return cls(**values)

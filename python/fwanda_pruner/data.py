@@ -58,7 +58,9 @@ def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
         split = "train" if purpose == "calibration" else "test"
         rows = _dataset("Salesforce/wikitext", [split], name="wikitext-2-raw-v1")
         return rows if purpose == "calibration" else ["\n\n".join(rows)]
-    path = Path(source).expanduser()
+    if not source:
+        raise UserError(f"the name of the text is empty: {_OTHER_SOURCES}")
+    path = Path(source)
     if path.suffix.lower() in _READERS or path.is_file():
         return _read_file(path)
     if (path.is_absolute() or source.startswith(".")) and not path.exists():
@@ -187,10 +189,16 @@ def _read_jsonl(path: Path) -> list[str]:
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: not JSON: {_one_line(error)}") from error
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                 raise UserError(f'{path}, line {number}: expected an object with a string field "text"')
+            try:
+                row["text"].encode()
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"{path}, line {number}: text with half a surrogate pair: {_one_line(error)}"
+                ) from error
             documents.append(row["text"])
     return documents
 

@@ -38,7 +38,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label
     Raises:
         UserError: tokens of another shape or dtype, or a token id beyond the vocabulary of the model.
     """
-    _check_tokens(model, tokens)
+    check_tokens(model, tokens)
     samples, length = tokens.shape
     total = 0.0
     with evaluating(model), torch.no_grad():
@@ -73,7 +73,7 @@ def choose_bos(model: nn.Module, tokenizer: Any, window: Tensor) -> bool:
         raise UserError(f"window must be integer [L], L >= 3, got {list(window.shape)}")
     without = window[:-1]
     with_bos = torch.cat([window.new_tensor([bos]), without])
-    _check_tokens(model, with_bos[None])
+    check_tokens(model, with_bos[None])
     with evaluating(model), torch.no_grad():
         return _loss_sum(model, with_bos, first_target=2) < _loss_sum(model, without, first_target=1)
 
@@ -150,7 +150,12 @@ def _weight_files(folder: Path, names: Sequence[str]) -> dict[str, Path]:
     return {name: folder / files[f"{name}.weight"] for name in names}
 
 
-def _check_tokens(model: nn.Module, tokens: Tensor) -> None:
+def check_tokens(model: nn.Module, tokens: Tensor) -> None:
+    """Refuse tokens that are not integer [S >= 1, L >= 2] within the model's vocabulary.
+
+    Raises:
+        UserError: saying what was got.
+    """
     floating = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
     if floating or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         got = f"{list(tokens.shape)} {str(tokens.dtype).removeprefix('torch.')}"

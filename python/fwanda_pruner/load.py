@@ -18,7 +18,7 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
-_QUANTIZED_TYPES = ("F8", "F6", "F4", "I", "U")
+_QUANTIZED_TYPES = ("F8_", "F6_", "F4", "I", "U")
 
 
 class LoadedModel(NamedTuple):
@@ -175,6 +175,8 @@ def _check_quantization(config, name: str) -> None:
 
 
 def _check_causal(config, name: str) -> None:
+    if config.get_text_config() is not config:
+        raise UserError(f"model {name!r} is multimodal ({config.model_type}); give its language model alone")
     architectures = config.architectures or []
     seq2seq = getattr(config, "is_encoder_decoder", False)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not seq2seq

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from .config import PruneConfig
 from .errors import UserError
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -83,6 +85,8 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
                         f"{name} is quantised or parametrised ({kind}); prune the original checkpoint, or remove the "
                         f"parametrisation first"
                     )
+                if module.weight.dtype not in _DTYPES:
+                    raise UserError(f"{name}.weight is {module.weight.dtype}; load the model in bf16, fp16 or fp32")
                 if uses[id(module.weight)] > 1:
                     skipped.append(Skipped(name, module.weight, "its weight is shared with another module"))
                 else:
@@ -97,8 +101,8 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
     return targets, skipped
 
 
-def check_targets(targets: list[Target], config: PruneConfig) -> None:
-    """Refuse weights with NaN or inf, and columns that the pattern does not divide.
+def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) -> None:
+    """Refuse parameters with NaN or inf, and columns that the pattern does not divide.
 
     Raises:
         UserError: naming the matrix.
@@ -110,7 +114,25 @@ def check_targets(targets: list[Target], config: PruneConfig) -> None:
                 f"{target.name} has {cols} columns, pattern {config.pattern} needs a multiple of {config.nm[1]}; "
                 f"choose another pattern or --nm-tail dense"
             )
-    finite = torch.stack([torch.isfinite(target.weight).all() for target in targets]).tolist()
-    for target, good in zip(targets, finite, strict=True):
+    named = dict(model.named_parameters())
+    finite = torch.stack([torch.isfinite(p).all() for p in named.values()]).tolist()
+    for name, good in zip(named, finite, strict=True):
         if not good:
-            raise UserError(f"{target.name}.weight has NaN or inf values; the checkpoint is broken")
+            raise UserError(f"{name} has NaN or inf values: the checkpoint is broken, or too large for its dtype")
+
+
+def check_length(model: nn.Module, seqlen: int) -> None:
+    """Refuse windows longer than the table of a model with learned positions.
+
+    Raises:
+        UserError: saying how long they may be.
+    """
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is None or seqlen <= most:
+        return
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    # OPT keeps two rows more than it has positions
+    if any(0 <= table.num_embeddings - most <= 8 for table in tables):
+        raise UserError(
+            f"{type(model).__name__} has {most} positions, got windows of {seqlen} tokens; use --seqlen {most}"
+        )

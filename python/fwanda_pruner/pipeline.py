@@ -20,7 +20,7 @@ from .config import PruneConfig
 from .energy import EnergyMeter
 from .errors import UserError
 from .methods import Job, prune_targets
-from .model import Skipped, Target, check_targets, find_targets
+from .model import Skipped, Target, check_length, check_model, find_targets
 from .report import MatrixRow, Report, versions
 
 _TOKENS = "tokens"  # the source of text that came as token ids
@@ -164,7 +164,7 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
             stacklevel=2,
         )
     targets, skipped = find_targets(model)
-    check_targets(targets, config)
+    check_model(model, targets, config)
     return targets, skipped
 
 
@@ -261,11 +261,15 @@ class _Run:
             return self._read(data.evaluation_tokens, self.eval, **settings)
 
     def _read(self, read, source, **settings) -> Tensor:
-        if isinstance(source, Tensor) or self.bos is not None:
-            return read(source, self.tokenizer, bos=bool(self.bos), **settings)
-        tokens = read(source, self.tokenizer, bos=False, **settings)
-        self.bos = evaluate.choose_bos(self.model, self.tokenizer, tokens[0])
-        return read(source, self.tokenizer, bos=True, **settings) if self.bos else tokens
+        check_length(self.model, settings["seqlen"])
+        decide = self.bos is None and not isinstance(source, Tensor)
+        tokens = read(source, self.tokenizer, bos=bool(self.bos), **settings)
+        if decide:
+            long_enough = tokens.shape[1] > 2
+            self.bos = long_enough and evaluate.choose_bos(self.model, self.tokenizer, tokens[0])
+            tokens = read(source, self.tokenizer, bos=True, **settings) if self.bos else tokens
+        evaluate.check_tokens(self.model, tokens)
+        return tokens
 
     def _statistics(self) -> Statistics | None:
         """The given statistics, or those that the method needs, or None."""

@@ -110,6 +110,9 @@ class Report:
             UserError: a key is missing or holds the wrong kind of value.
         """
         facts = {key: _get(data, key, kinds) for key, kinds in _KINDS.items()}
+        for stage, seconds in facts["seconds"].items():
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+                raise UserError(f"key 'seconds.{stage}' holds {seconds!r:.40}, expected a number")
         facts["matrices"] = [_matrix_row(row, i) for i, row in enumerate(facts["matrices"])]
         if facts["perplexity"] is not None:
             facts["perplexity"] = dict(facts["perplexity"])
@@ -130,10 +133,10 @@ class Report:
             return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise UserError(f"report {path}: {file.name} not found; give a {FILE_NAME} or its folder") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"report {file}: cannot be read as JSON ({error})") from None
         except UserError as error:
             raise UserError(f"report {file}: {error}") from None
+        except (OSError, ValueError, RecursionError, OverflowError) as error:
+            raise UserError(f"report {file}: cannot be read as JSON ({str(error)[:200]})") from None
 
 
 def versions(device: torch.device | str | None = None) -> dict[str, str | None]:
@@ -253,7 +256,7 @@ def _get(data: dict, key: str, kinds, where: str = ""):
 def _matrix_row(data: dict, index: int) -> MatrixRow:
     where = f"matrices[{index}]."
     shape = _get(data, "shape", list, where)
-    if not all(isinstance(size, int) for size in shape):
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise UserError(f"key {where + 'shape'!r} holds {shape!r:.40}, expected a list of sizes")
     return MatrixRow(shape=tuple(shape), **{key: _get(data, key, kinds, where) for key, kinds in _ROW_KINDS.items()})
 
@@ -262,7 +265,7 @@ def _perplexity(data: dict, key: str) -> float:
     value = _get(data, key, (int, float, str), "perplexity.")
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise UserError(f"key 'perplexity.{key}' holds {value!r:.40}, expected a number") from None
 
 

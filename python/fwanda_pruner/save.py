@@ -9,9 +9,8 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from .errors import UserError
 from .evaluate import audit
@@ -19,6 +18,7 @@ from .load import quiet
 from .report import FILE_NAME, Report
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LONGEST_NAME = 200
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -32,8 +32,8 @@ def atomic_file(path: str | Path):
     Raises:
         UserError: the disk is full or the folder is not writable.
     """
-    path = Path(path).resolve()
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    path = _resolved(path)
+    temporary = _beside(path, "tmp")
     try:
         with _user_errors(path):
             yield temporary
@@ -42,7 +42,52 @@ def atomic_file(path: str | Path):
             os.replace(temporary, path)
             _fsync(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _resolved(path: str | Path) -> Path:
+    try:
+        resolved = Path(path).resolve()
+        os.path.lexists(resolved)
+        too_long = len(os.fsencode(resolved.name)) > _LONGEST_NAME
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"output {str(path)[:200]}: {error}") from error
+    if too_long:
+        raise UserError(f"output {str(path)[:80]}...: a name of more than {_LONGEST_NAME} bytes; choose a shorter one")
+    return resolved
+
+
+def _beside(path: Path, end: str) -> Path:
+    """A hidden name beside path that tells whose it is, so that a later run can clean up after a killed one."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.{end}")
+
+
+def _clean_leftovers(output: Path) -> None:
+    """Remove what killed runs left beside output; a folder that was only moved aside comes back."""
+    if not output.parent.is_dir():
+        return
+    pattern = re.compile(re.escape(f".{output.name}.") + r"(\d+)-[0-9a-f]{8}\.(tmp|old)")
+    for path in output.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if not match or _alive(int(match[1])):
+            continue
+        if match[2] == "old" and not output.exists():
+            os.rename(path, output)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _umask() -> int:
@@ -51,18 +96,27 @@ def _umask() -> int:
     return mask
 
 
-def check_output(output: str | Path, *, overwrite: bool, needed_bytes: int = 0) -> None:
+def check_output(
+    output: str | Path, *, overwrite: bool, needed_bytes: int = 0, inputs: Iterable[str | None] = ()
+) -> None:
     """Refuses an output folder that could not be written; writes nothing.
 
     Args:
         output: the folder to be made. Missing parents are made by `save_pruned`.
         overwrite: accept a folder that is not empty, unless it is or holds the current or the home folder.
         needed_bytes: free space to ask for.
+        inputs: names of the model and the text; an output that is or holds one that exists is refused.
 
     Raises:
         UserError: it is a file, not empty, in a folder that cannot be written, or too large for the disk.
     """
-    output = Path(output).resolve()
+    output = _resolved(output)
+    for name in inputs:
+        path = Path(name).resolve() if name and os.path.exists(name) else None
+        if path is not None and (path == output or output in path.parents):
+            raise UserError(f"output {output} is or holds {name}, which this run reads; choose another folder")
+    if not output.name or os.path.ismount(output):
+        raise UserError(f"output {output} is a mount point and cannot be replaced; choose a folder inside it")
     parent = next(folder for folder in output.parents if os.path.lexists(folder))
     if os.path.lexists(output) and not output.is_dir():
         raise UserError(f"output {output} is a file; expected a folder")
@@ -102,10 +156,10 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         UserError: see `check_output`; or the disk became full or unwritable meanwhile.
         RuntimeError: a written matrix does not hold the zeros of its row.
     """
-    output = Path(output).resolve()
+    output = _resolved(output)
+    _clean_leftovers(output)
     check_output(output, overwrite=overwrite, needed_bytes=model_bytes(model))
-    token = secrets.token_hex(4)
-    temporary, aside = (output.with_name(f".{output.name}.{token}.{end}") for end in ("tmp", "old"))
+    temporary, aside = _beside(output, "tmp"), _beside(output, "old")
     made = [folder for folder in output.parents if not folder.exists()]
     try:
         with _user_errors(output):
@@ -179,7 +233,9 @@ def _user_errors(output: Path):
     """Says in one line what the disk refused: OSError has a number, safetensors only a text."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # safetensors and tokenizers have the error of the system in their text only
         number = getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
         if number in _FULL:
             free = shutil.disk_usage(next(folder for folder in output.parents if folder.exists())).free
