@@ -384,6 +384,9 @@ def obs(device: str, rows: int, cols: int) -> Work:
             w[:, a:b] = local
             w[:, b:] -= errors @ upper[a:b, b:]
 
+    def reset():
+        weight.copy_(fresh)
+
     def check():
         found, expected = fresh.clone(), fresh.clone()
         fk.obs_prune_(found, factor=upper, sparsity=Fraction(1, 2))
@@ -393,5 +396,5 @@ def obs(device: str, rows: int, cols: int) -> Work:
 
     return Work(
         [lambda: fk.obs_prune_(weight, factor=upper, sparsity=Fraction(1, 2))], [lambda: naive_prune_(weight)],
-        check, None, lambda: weight.copy_(fresh),
+        check, None, reset,
     )  # fmt: skip

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 2.0**-900  # of the largest signal; anything below counts as 0
-_LARGEST_LAMBDA = 2.0**1000
-_FLOAT64_BITS = 63
 _EXACT_INTEGERS = 2**53
 
 
@@ -106,7 +104,7 @@ def _allocate(signal: Tensor, valid: Tensor, total: Tensor, k_min: int, k_max: T
     zeros = zero.sum(1, keepdim=True)
     positive_total = torch.minimum(total - k_min * zeros, k_max * positive.sum(1, keepdim=True))
 
-    real = _water_fill(signal, positive, positive_total, k_min, k_max)
+    real = torch.where(positive, _water_fill(signal, positive, positive_total, k_min, k_max), 0)
     base = real.floor().to(torch.int64)
     short = positive_total - base.sum(1, keepdim=True)
     remainder = torch.where(positive & (base < k_max), real - base, -1.0)
@@ -118,22 +116,43 @@ def _allocate(signal: Tensor, valid: Tensor, total: Tensor, k_min: int, k_max: T
 
 
 def _water_fill(signal: Tensor, positive: Tensor, total: Tensor, k_min: int, k_max: Tensor) -> Tensor:
-    """x_i = clamp(lambda v_i, k_min, k_max) with the smallest lambda that reaches total; 0 where not positive.
+    """x_i = clamp(lambda v_i, k_min, k_max), with the lambda for which the positive rows sum to total.
 
-    Bisects the bits of lambda (non-negative floats order like their bits), so any spread takes the same 63 steps.
+    The sum is piecewise linear in lambda, with a bend where a row leaves k_min (lambda = k_min / v_i) or reaches k_max.
+    On sorted rows two binary searches find the bends around total, between which lambda has a closed form: a fixed
+    number of small steps for any spread.
     """
-    low, high = positive.double() * k_min, positive.double() * k_max
-    below = torch.full_like(total, -1)
-    above = torch.full_like(total, _LARGEST_LAMBDA, dtype=torch.float64).view(torch.int64)
-    for _ in range(_FLOAT64_BITS):
-        middle = (below + (above - below) // 2).clamp(min=0)
-        reaches = _clamped(middle, signal, low, high).sum(1, keepdim=True) >= total
-        below, above = torch.where(reaches, below, middle), torch.where(reaches, middle, above)
-    return _clamped(above, signal, low, high)
+    rows = signal.shape[1]
+    ascending = torch.where(positive, signal, 0).sort(dim=1).values
+    first = rows - positive.sum(1, keepdim=True)  # of the positive rows
+    prefix = torch.nn.functional.pad(ascending.cumsum(1), (1, 0))
 
+    def sum_at(lam: Tensor) -> Tensor:
+        low = torch.searchsorted(ascending, k_min / lam, right=True).maximum(first)
+        high = torch.searchsorted(ascending, k_max / lam).maximum(low)
+        middle = prefix.gather(1, high) - prefix.gather(1, low)
+        return k_min * (low - first) + lam * middle + k_max * (rows - high)
 
-def _clamped(bits: Tensor, signal: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return torch.minimum(torch.maximum(bits.view(torch.float64) * signal, low), high)
+    def last_reaching(bound: Tensor | int) -> Tensor:
+        """Last row j, in ascending order, with sum_at(bound / v_j) >= total; first - 1 if there is none."""
+        reaching, short = first - 1, torch.full_like(first, rows)
+        for _ in range(rows.bit_length() + 1):
+            j = (reaching + short) // 2
+            lam = bound / ascending.gather(1, j.clamp(0, rows - 1))
+            reaches = (j < first) | (sum_at(lam) >= total)
+            reaching, short = torch.where(reaches, j, reaching), torch.where(reaches, short, j)
+        return reaching
+
+    low, high = last_reaching(k_min) + 1, last_reaching(k_max) + 1  # rows [low, high) are between the bounds
+    middle = prefix.gather(1, high) - prefix.gather(1, low)
+    inside = (total - k_min * (low - first) - k_max * (rows - high)) / middle
+    at_bound = torch.where(
+        high < rows,
+        k_max / ascending.gather(1, high.clamp(max=rows - 1)),
+        k_min / ascending.gather(1, (low - 1).clamp(min=0)),
+    )
+    lam = torch.where(high > low, inside, at_bound)
+    return (lam * signal).clamp(min=k_min).minimum(k_max)
 
 
 def _rank(values: Tensor) -> Tensor:

@@ -70,6 +70,121 @@ def test_strided_rows_and_lists(backend):
     assert torch.equal(wide[:, 512:], outside)
 
 
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+def test_sq_sums_are_near_fp64_and_the_same_however_they_are_called(dtype, backend):
+    if backend not in served("foreach_accumulate_sq_sums_"):
+        pytest.skip(fk.explain("foreach_accumulate_sq_sums_")["cuda"][backend])
+    for tokens in (1, 7, 255, 256, 257, 3000):
+        base = make_weight(tokens, 1400, dtype, device="cuda")
+        mask = torch.arange(tokens, device="cuda") % 3 != 0
+        base[~mask] = float("nan")  # padding must not count, whatever it holds
+        xs = [base, base[:, :7], base[:, 3:700], base[:, 8:264], base[:, :1024].reshape(tokens, 4, 256).transpose(0, 1)[0]]
+        for counted, rows in ((mask, mask), (None, ~mask)):
+            inputs = xs if counted is not None else [x.nan_to_num(2.0) for x in xs]
+            with fk.use_backend(backend):
+                grouped = [torch.full((x.shape[1],), 0.5, device="cuda") for x in inputs]
+                single = [a.clone() for a in grouped]
+                packed = [a.clone() for a in grouped]
+                fk.foreach_accumulate_sq_sums_(grouped, inputs, token_mask=counted)
+                for a, p, x in zip(single, packed, inputs, strict=True):
+                    fk.accumulate_sq_sums_(a, x, token_mask=counted)
+                    fk.accumulate_sq_sums_(p, x.contiguous(), token_mask=counted)
+            for a, s, p, x in zip(grouped, single, packed, inputs, strict=True):
+                exact = (x if counted is None else x[rows]).double().square().sum(0) + 0.5
+                assert torch.equal(a, s) and torch.equal(a, p), (tokens, x.shape)
+                torch.testing.assert_close(a.double(), exact, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nm_and_pack_have_the_reference_s_bits(kind, dtype, backend):
+    if backend not in served("nm_mask"):
+        pytest.skip(fk.explain("nm_mask")["cuda"][backend])
+    for rows, cols in ((1, 4), (9, 12), (65, 256), (32, 288), (96, 4096), (33, 11008)):
+        wide = make_weight(rows, cols + 8, dtype, kind=kind, device="cuda")
+        weights = [wide[:, :cols].contiguous(), wide[:, :cols], wide[:, 3 : cols + 3]]
+        scale = make_scale(cols, device="cuda")
+        for weight, scales in [(w, s) for w in weights for s in (scale, torch.ones_like(scale), scale * 1e36, -0.0 * scale)]:
+            for n in (2, 1, 3):
+                mask, expected = both(backend, lambda w=weight, s=scales, n=n: fk.nm_mask(w, s, n, 4, bad=flag()))
+                assert torch.equal(mask, expected), (rows, cols, n)
+            expected = weight.masked_fill(~fk.nm_mask(weight, scales, 2, 4), 0)
+            buffer = wide.clone()
+            pruned = torch.as_strided(buffer, weight.shape, weight.stride(), weight.storage_offset())
+            if weight.stride(0) == cols:
+                pruned = weight.clone()
+            with fk.use_backend(backend):
+                fk.nm_prune_(pruned, scales, 2, 4, bad=flag())
+            assert torch.equal(pruned, expected) and not torch.signbit(pruned[expected == 0]).logical_and(
+                ~torch.signbit(weight[expected == 0])
+            ).any()
+            if weight.stride(0) != cols:
+                pruned.copy_(weight)
+                assert torch.equal(buffer, wide)  # nothing beside it was touched
+            if dtype != torch.float32 and rows % 32 == 0 and cols % 32 == 0:
+                found, wanted = both(backend, lambda w=weight, s=scales: fk.compress_24(w, s, bad=flag()))
+                assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1]), (rows, cols)
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_select_threshold_counts_as_the_reference(kind, dtype, backend):
+    if backend not in served("select_threshold"):
+        pytest.skip(fk.explain("select_threshold")["cuda"][backend])
+    shapes = [(5, 7), (1, 1), (130, 1000), (64, 256), (7, 4097), (300, 4096), (3, 20000)]
+    weights = [make_weight(r, c, dtype, kind=kind, seed=i, device="cuda") for i, (r, c) in enumerate(shapes)]
+    weights.append(weights[3][:, 1:201])
+    size = sum(w.numel() for w in weights)
+    plain = [torch.ones(w.shape[0], device="cuda") for w in weights], [torch.ones(w.shape[1], device="cuda") for w in weights]
+    spread = [make_scale(w.shape[0], device="cuda") for w in weights], [make_scale(w.shape[1], device="cuda") for w in weights]
+    extreme = [s**8 * 1e-38 for s in spread[0]], [s * 1e36 for s in spread[1]]
+    zero = [torch.zeros_like(s) for s in spread[0]], spread[1]
+    for rows, cols in (plain, spread, extreme, zero):
+        for total in (0, 1, size // 3, size // 2, size - 1, size):
+            found, expected = both(backend, lambda r=rows, c=cols, t=total: fk.select_threshold(weights, r, c, t, bad=flag()))
+            assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True)), total
+            assert sum(int(f.sum()) for f in found) == total
+
+
+def test_select_threshold_finds_a_key_that_the_sample_misses():
+    """More weights than are sampled, all different from what the sampled places suggest in bulk: order and heavy ties."""
+    for backend in [b for b in served("select_threshold") if b != "reference"]:
+        flat = torch.arange(1 << 23, device="cuda", dtype=torch.float32)
+        for values in (flat, flat // 4096, (flat % 2) * 1e6 + 1, torch.where(flat < 5e6, 0.0, flat)):
+            weights = list(values.view(2, 1024, 4096))
+            rows, cols = [torch.ones(1024, device="cuda")] * 2, [torch.ones(4096, device="cuda")] * 2
+            for total in (3, 1000, 1 << 22, (1 << 23) - 2000):
+                found, expected = both(backend, lambda w=weights, t=total: fk.select_threshold(w, rows, cols, t, bad=flag()))
+                assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True)), (backend, total)
+
+
+@pytest.mark.parametrize("op", ["nm_mask", "nm_prune_", "compress_24", "select_threshold"])
+def test_bad_values_of_other_selections_are_flagged(op):
+    for backend in served(op):
+        args = list(sample_arguments("cuda", torch.bfloat16)[op])
+        weight = args[0][0] if op == "select_threshold" else args[0]
+        scale = args[2][1] if op == "select_threshold" else args[1]
+        call = getattr(torch.ops.fwanda, op).default
+        for value, code in ((float("inf"), 1), (float("nan"), 1)):
+            args[-1].zero_()
+            spoiled = weight.clone()
+            weight[3, 5] = value
+            with fk.use_backend(backend):
+                call(*args)
+            assert args[-1].item() == code, (backend, value)
+            with fk.use_backend(backend), pytest.raises(ValueError, match="NaN or inf"):
+                call(*args[:-1], None)
+            weight.copy_(spoiled)
+        scale[1] = -1
+        args[-1].zero_()
+        with fk.use_backend(backend):
+            call(*args)
+        assert args[-1].item() == 2, backend
+
+
 @pytest.mark.parametrize("value, code", [(float("nan"), 1), (float("-inf"), 1)])
 def test_bad_values_are_flagged_on_the_device(value, code):
     for backend in served("row_topk_prune_"):
@@ -147,10 +262,14 @@ def test_more_than_two_to_the_31_elements():
             fk.row_topk_prune_(weight, scale, keep, bad=flag())
         expected = tail.masked_fill(~fk.row_topk_mask(tail, scale, keep[-2:]), 0)
         assert torch.equal(weight[-2:], expected), backend
-    acc = torch.zeros(cols, device="cuda")
-    weight.fill_(0)
-    weight[-1] = 2.0
-    fk.accumulate_sq_sums_(acc, weight)
-    assert torch.equal(acc, torch.full_like(acc, 4.0))
-    fk.nm_prune_(weight, scale, 2, 4, bad=flag())
-    assert int((weight[-1] != 0).sum()) == cols // 2
+    for backend in [b for b in served("nm_prune_") if b != "reference"]:
+        acc = torch.zeros(cols, device="cuda")
+        weight.fill_(0)
+        weight[-1] = 2.0
+        with fk.use_backend(backend):
+            fk.accumulate_sq_sums_(acc, weight)
+            assert torch.equal(acc, torch.full_like(acc, 4.0))
+            counts = fk.select_threshold([weight], [torch.ones(rows, device="cuda")], [torch.ones_like(scale)], cols + 5)
+            assert counts[0][-1] == cols and counts[0][-2] == 5 and int(counts[0].sum()) == cols + 5
+            fk.nm_prune_(weight, scale, 2, 4, bad=flag())
+        assert int((weight[-1] != 0).sum()) == cols // 2
