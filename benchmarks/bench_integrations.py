@@ -1,0 +1,236 @@
+"""The selection step of each host with and without the kernels. See conftest.py for what is printed and written.
+
+"Without" is the host's own step, or, where it ranks by no input norm, the same step in naive torch inside the host's
+calls. Both give the same masks, checked before they are timed.
+"""
+
+import copy
+
+import cases
+import pytest
+import torch
+from bench_ops import serving, synchronised
+from cases import Work
+from torch import nn
+from torch.ao.pruning import BaseSparsifier
+from torch.nn.utils import prune
+
+import fwanda_kernels as fk
+from fwanda_kernels.testing import bench
+from fwanda_pruner.integrations.ao_sparsifier import WandaSparsifier
+from fwanda_pruner.integrations.nn_prune import WandaUnstructured, global_fwanda_unstructured, wanda_unstructured
+from fwanda_pruner.integrations.wanda_style import wanda_mask
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, COLS = {"cuda": (11008, 4096), "cpu": (1024, 1024)}[HERE]
+GLOBAL_LAYERS = {"cuda": 4, "cpu": 2}[HERE]
+
+
+class StableSort(prune.BasePruningMethod):
+    """Rows by a stable sort of the scores, half removed."""
+
+    PRUNING_TYPE = "global"
+
+    def compute_mask(self, t, default_mask):
+        removed = torch.sort(t, dim=1, stable=True).indices[:, : t.shape[1] // 2]
+        return default_mask.clone().scatter_(1, removed, 0)
+
+
+class StableSortSparsifier(BaseSparsifier):
+    """Rows, or groups of four, by a stable sort of |W| * norm, half removed."""
+
+    def __init__(self, norm, block=None):
+        super().__init__()
+        self.norm, self.block = norm, block
+
+    def update_mask(self, module, tensor_name, **_):
+        parametrization = module.parametrizations.weight
+        scores = parametrization.original.abs() * self.norm
+        scores = scores if self.block is None else scores.view(-1, self.block)
+        mask = torch.ones_like(scores)
+        mask.scatter_(1, torch.sort(scores, dim=1, stable=True).indices[:, : scores.shape[1] // 2], 0)
+        parametrization[0].mask.copy_(mask.view_as(parametrization[0].mask))
+
+
+def statistics_of(layer: nn.Linear) -> fk.LayerStatistics:
+    rows, cols = layer.weight.shape
+    statistics = fk.LayerStatistics(cases.random_scale(cols, HERE).square(), cases.random_scale(rows, HERE).square())
+    statistics.n_tokens = 1024
+    return statistics
+
+
+def linear(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(COLS, ROWS, bias=False, device=HERE)
+
+
+def pairs(count: int) -> list[tuple[nn.Linear, fk.LayerStatistics]]:
+    layers = [linear(seed) for seed in range(count)]
+    return [(layer, statistics_of(layer)) for layer in layers]
+
+
+def dense_again(layers: list[nn.Linear]):
+    def reset():
+        for layer in layers:
+            if prune.is_pruned(layer):
+                original = layer.weight_orig.data
+                prune.remove(layer, "weight")
+                layer.weight.data = original
+
+    return reset
+
+
+def nn_prune_rows() -> Work:
+    layers = pairs(2)
+
+    def without(layer, statistics):
+        scores = layer.weight.detach().abs() * statistics.x2.sqrt()
+        StableSort.apply(layer, "weight", importance_scores=scores)
+
+    reset = dense_again([layer for layer, _ in layers])
+    ours = [lambda a=a: wanda_unstructured(a[0], "weight", a[1], amount=0.5) for a in layers]
+    naive = [lambda a=a: without(*a) for a in layers]
+    return Work(ours, naive, same_masks(ours, naive, reset, [layer for layer, _ in layers]), None, reset)
+
+
+def nn_prune_global() -> Work:
+    """The host's global_unstructured() on scores that are handed to it, against ours, which computes them too."""
+    layers = pairs(GLOBAL_LAYERS)
+    parameters = [(layer, "weight") for layer, _ in layers]
+    statistics = dict(zip(parameters, (s for _, s in layers), strict=True))
+    modules = [layer for layer, _ in layers]
+    reset = dense_again(modules)
+
+    def with_kernels():
+        global_fwanda_unstructured(parameters, statistics, amount=0.5, row_exponent=1, layer_exponent=1)
+
+    scores = {  # both exponents 1: sqrt(omega_i) |W_ij| norm_j up to a factor for all, which only rounding can see
+        key: key[0].weight.detach().abs() * s.x2.sqrt() * s.g2.sqrt()[:, None] for key, s in statistics.items()
+    }
+
+    def without():
+        prune.global_unstructured(parameters, prune.L1Unstructured, importance_scores=scores, amount=0.5)
+
+    def check():
+        masks = []
+        for call in (with_kernels, without):
+            reset()
+            call()
+            masks.append(torch.cat([m.weight_mask.flatten() for m in modules]))
+        reset()
+        different = int((masks[0] != masks[1]).sum())
+        assert masks[0].sum() == masks[1].sum() and different <= len(masks[0]) // 10000, different
+
+    return Work([with_kernels], [without], check, None, reset)
+
+
+def nn_prune_again() -> Work:
+    """The mask of a second pass alone, over one that half of the weights are gone from."""
+    layers = pairs(2)
+    masks = [fk.row_topk_mask(layer.weight.detach(), s.x2.sqrt(), COLS // 2).float() for layer, s in layers]
+    keep = torch.full((ROWS,), COLS // 4, device=HERE)
+
+    def with_kernels(layer, statistics, mask):
+        return WandaUnstructured(statistics.x2.sqrt(), keep).compute_mask(layer.weight, mask)
+
+    def without(layer, statistics, mask):
+        scores = (layer.weight.detach().abs() * statistics.x2.sqrt()).masked_fill(mask == 0, -1)
+        removed = torch.sort(scores, dim=1, stable=True).indices[:, : COLS - COLS // 4]
+        return torch.ones_like(mask).scatter_(1, removed, 0)
+
+    arguments = [(layer, s, mask) for (layer, s), mask in zip(layers, masks, strict=True)]
+    return functions(with_kernels, without, arguments)
+
+
+def ao_rows(block=None) -> Work:
+    layer, statistics = pairs(1)[0]
+    model = nn.Sequential(layer)
+    theirs = copy.deepcopy(model)
+    sparsifier = WandaSparsifier(semi_structured_block_size=block)
+    sparsifier.prepare(model, None)
+    x = torch.randn(4, COLS, device=HERE) * statistics.x2.sqrt()
+    with torch.no_grad():
+        model(x)
+    sparsifier.step()
+    without = StableSortSparsifier(sparsifier.state["0.weight"]["x2"].sqrt(), block)
+    without.prepare(theirs, None)
+
+    def check():
+        sparsifier.step()
+        without.step()
+        cases.same(*(m[0].parametrizations.weight[0].mask for m in (model, theirs)))
+
+    return Work([sparsifier.step], [without.step], check, None)
+
+
+def fork(prune_n=0, prune_m=0) -> Work:
+    def without(weight, scaler_row):
+        metric = weight.abs() * scaler_row.sqrt().reshape(1, -1)
+        mask = torch.zeros_like(metric, dtype=torch.bool)
+        if not prune_n:
+            order = torch.sort(metric, dim=-1, stable=True).indices
+            return mask.scatter_(1, order[:, : COLS // 2], True)
+        for a in range(0, COLS, prune_m):
+            lowest = torch.topk(metric[:, a : a + prune_m].float(), prune_n, dim=1, largest=False).indices
+            mask.scatter_(1, a + lowest, True)
+        return mask
+
+    arguments = [(layer.weight.detach(), s.x2) for layer, s in pairs(2)]
+    return functions(lambda w, s: wanda_mask(w, s, 0.5, prune_n, prune_m), without, arguments)
+
+
+def functions(ours, naive, arguments: list[tuple]) -> Work:
+    """Two pure functions on the same arguments."""
+    return Work(
+        [lambda a=a: ours(*a) for a in arguments],
+        [lambda a=a: naive(*a) for a in arguments],
+        lambda: [cases.same(ours(*a), naive(*a)) for a in arguments] and None,
+        None,
+    )
+
+
+def same_masks(ours, naive, reset, layers):
+    def check():
+        for one, other in zip(ours, naive, strict=True):
+            masks = []
+            for call in (one, other):
+                reset()
+                call()
+                masks.append(torch.cat([m.weight_mask.flatten() for m in layers if prune.is_pruned(m)]))
+            cases.same(*masks)
+        reset()
+
+    return check
+
+
+SHAPE = f"fp32, {ROWS} x {COLS}"
+# (host, case, work, the op whose backend is named)
+CASES = [
+    ("nn.utils.prune", f"Wanda, {SHAPE}", nn_prune_rows, "row_topk_mask"),
+    ("nn.utils.prune", f"second pass, {SHAPE}", nn_prune_again, "row_topk_mask"),
+    ("nn.utils.prune", f"F-Wanda global, {GLOBAL_LAYERS} x {SHAPE}", nn_prune_global, "select_threshold"),
+    ("ao.pruning", f"Wanda, {SHAPE}", ao_rows, "row_topk_mask"),
+    ("ao.pruning", f"2:4, {SHAPE}", lambda: ao_rows(4), "nm_mask"),
+    ("Wanda fork", f"Wanda, {SHAPE}", fork, "row_topk_mask"),
+    ("Wanda fork", f"prune 2:4, {SHAPE}", lambda: fork(2, 4), "nm_mask"),
+]
+
+
+@pytest.mark.parametrize(("host", "case", "work", "op"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_host(host, case, work, op, device, results, benchmark):
+    job = work()
+    job.check()  # no speed is reported for masks that differ
+    ours = bench(job.ours, device=device, reset=job.reset)
+    naive = bench(job.naive, device=device, reset=job.reset, rounds=3)
+    row = {
+        "op": host,
+        "case": case,
+        "backend": serving(op, device),
+        "us": round(ours.us, 2),
+        "joules": None,
+        "naive_us": round(naive.us, 1),
+        "bytes": None,
+    }
+    results["rows"].append(row)
+    benchmark.extra_info.update(row)
+    benchmark.pedantic(synchronised(job.ours[0], device), setup=job.reset, rounds=3)

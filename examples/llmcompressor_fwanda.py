@@ -1,0 +1,25 @@
+"""llm-compressor: half of a model's weights by F-Wanda's global allocation, from a YAML recipe.
+
+python examples/llmcompressor_fwanda.py MODEL OUTPUT
+"""
+
+import sys
+
+from datasets import Dataset
+from llmcompressor import oneshot
+
+import fwanda_pruner.integrations.llmcompressor  # noqa: F401  registers FWandaModifier
+from fwanda_pruner.data import load_documents
+
+RECIPE = """
+pruning_stage:
+  pruning_modifiers:
+    FWandaModifier: {sparsity: 0.5, allocation: global}
+"""
+model, output = sys.argv[1:]
+text = Dataset.from_dict({"text": load_documents("sample", purpose="calibration")})
+model = oneshot(
+    model=model, recipe=RECIPE, dataset=text, num_calibration_samples=32, max_seq_length=512, output_dir=output
+)
+matrices = [p for p in model.get_decoder().layers.parameters() if p.dim() == 2]
+print(f"{sum(int((p == 0).sum()) for p in matrices) / sum(p.numel() for p in matrices):.1%} zeros in the blocks")

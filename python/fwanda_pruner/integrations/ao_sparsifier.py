@@ -1,0 +1,176 @@
+"""Wanda and F-Wanda as a sparsifier of torch.ao.pruning: a home for users of torchao's WandaSparsifier.
+
+    sparsifier = WandaSparsifier(sparsity_level=0.5)
+    sparsifier.prepare(model, config=None)
+    model(calibration)
+    sparsifier.step()
+    sparsifier.squash_mask()
+
+torchao had a class of this name in torchao/sparsity/wanda.py until pytorch/ao pull request 4728 removed
+torchao.sparsity. What differs from it (read at commits 386d6e6 and 17c9531 of pytorch/ao):
+
+- Scale: its PerChannelNormObserver (torchao/sparsity/utils.py) summed the squared norm of each input channel, and the
+  score was |W| times that sum, with no square root. Here it is |W| * sqrt(sum), as in the Wanda paper.
+- Ranking: it ranked the whole matrix at once. Here each row is ranked by itself and loses floor(sparsity * C).
+- Blocks: it ignored sparsity_level when semi_structured_block_size was given and removed half of each block. Here the
+  level decides how many of the block go: 0.75 with blocks of 4 keeps 1 of 4. The default, 0.5, is what it did.
+- Ties: it used an argsort that is not stable. Here the lowest column is removed first.
+- Steps: it added to the mask in each step. Here a step selects anew from the original weights, so that the count is the
+  level's; masks of rising levels need not be nested.
+- Statistics end with the first step; there they went on until squash_mask().
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+import fwanda_kernels as fk
+
+from ..errors import UserError
+from . import check_linear, check_version
+from ._budgets import check_finite, check_gradient, exact_fraction, kept, norms, row_budgets
+
+try:
+    from torch.ao.pruning import BaseSparsifier
+except ImportError as error:
+    raise ImportError(
+        f"torch {torch.__version__} has no torch.ao.pruning ({error}); install the extra with a torch that has: "
+        f'pip install "fwanda-kernels[prune]" "torch>=2.10,<2.14"'
+    ) from error
+
+check_version("torch", torch.__version__, "2.10", "2.13")
+
+
+class WandaSparsifier(BaseSparsifier):
+    """Ranks |W| * norm of the inputs that a model sees between prepare() and the first step().
+
+    Args:
+        sparsity_level: fraction removed, an exact decimal in [0, 1).
+        semi_structured_block_size: m: of every m columns sparsity_level * m go, a whole number. None: unstructured.
+        allocation: "uniform" (Wanda): every row keeps the same number; "row" (F-Wanda): budgets from the gradients of
+            the SUM of the token losses, whose backward() must run between prepare() and step().
+        power: exponent of omega^power, for "row".
+
+    Each can be overridden for one tensor in the config of prepare(). The module tells how it differs from torchao's.
+    The masks are those of fk.row_topk_mask() and fk.nm_mask(), tie rule included.
+    """
+
+    _collected: fk.collect_statistics | None = None
+
+    def __init__(
+        self,
+        sparsity_level: float = 0.5,
+        semi_structured_block_size: int | None = None,
+        allocation: str = "uniform",
+        power: float = 0.5,
+    ):
+        super().__init__(
+            defaults={
+                "sparsity_level": sparsity_level,
+                "semi_structured_block_size": semi_structured_block_size,
+                "allocation": allocation,
+                "power": power,
+            }
+        )
+
+    def prepare(self, model: nn.Module, config: list[dict] | None = None) -> None:
+        """Add the masks and start to collect; config None takes every nn.Linear below the model.
+
+        Raises:
+            UserError: a tensor cannot be pruned as asked, naming it; the model is then unchanged.
+        """
+        if self.groups:
+            raise UserError("prepare() was called before; use a new sparsifier for another model")
+        super().prepare(model, config)
+
+    def _prepare(self, *args, **kwargs) -> None:
+        uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+        try:
+            for group in self.groups:
+                _check(**group)
+                if uses[id(group["module"].weight)] > 1:
+                    raise UserError(f"{group['tensor_fqn']} is shared with another module; leave it out of the config")
+        except UserError:
+            self.groups.clear()
+            raise
+        super()._prepare(*args, **kwargs)
+        modules = {group["tensor_fqn"]: group["module"] for group in self.groups}
+        self._collected = fk.collect_statistics(modules).__enter__()
+
+    def step(self, use_path: bool = True) -> None:
+        """Select every mask anew from the original weights; the first step ends the collection.
+
+        Raises:
+            UserError: the model saw no input, a tensor has NaN or inf, or "row" finds no gradient. The collection goes
+                on unless statistics were complete.
+        """
+        if self.enable_mask_update and self._collected is not None:
+            self._take_statistics()
+        super().step(use_path)
+
+    def _take_statistics(self) -> None:
+        if not len(self._collected):
+            raise UserError("the model saw no input: run calibration batches between prepare() and step()")
+        for group in self.groups:
+            layer = self._collected.get(group["tensor_fqn"])
+            if layer is None:
+                rows, cols = group["module"].weight.shape
+                device = group["module"].weight.device
+                layer = fk.LayerStatistics(torch.zeros(cols, device=device), torch.zeros(rows, device=device))
+            if group["allocation"] == "row":
+                check_gradient(group["tensor_fqn"], layer.g2, layer.n_tokens)
+            self.state[group["tensor_fqn"]].update(x2=layer.x2, g2=layer.g2, n_tokens=layer.n_tokens)
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._collected is not None:
+            self._collected.__exit__()
+            self._collected = None
+
+    def update_mask(self, module: nn.Module, tensor_name: str, **group) -> None:
+        """Write the mask of one tensor in place, 1 = kept; called by step()."""
+        name, level = group["tensor_fqn"], exact_fraction("sparsity_level", group["sparsity_level"])
+        parametrization = getattr(module.parametrizations, tensor_name)
+        weight, mask, state = parametrization.original.detach(), parametrization[0].mask, self.state[name]
+        check_finite(name, weight)
+        scale = norms(name, state["x2"], state["n_tokens"])
+        rows, cols = weight.shape
+        block = group["semi_structured_block_size"]
+        if block is not None:
+            mask.copy_(fk.nm_mask(weight, scale, kept(block, level), block))
+            return
+        keep = kept(cols, level)
+        if group["allocation"] == "row":
+            total = kept(rows * cols, level)
+            keep = row_budgets(name, state["g2"], state["n_tokens"], total, k_max=cols, power=group["power"])
+        mask.copy_(fk.row_topk_mask(weight, scale, keep))
+
+    def squash_mask(self, *args, **kwargs) -> None:
+        """Multiply the masks into the weights and remove them, as every sparsifier of the host does."""
+        self._stop()
+        super().squash_mask(*args, **kwargs)
+
+
+def _check(
+    *, module, module_fqn, tensor_fqn, tensor_name, sparsity_level, semi_structured_block_size, allocation, **_
+) -> None:
+    """Refuse a group that step() could not serve."""
+    if module is None or tensor_name != "weight":
+        raise UserError(f"{tensor_fqn} must be the weight of a module of the model")
+    check_linear(module_fqn or "the model", module)
+    level, block = exact_fraction("sparsity_level", sparsity_level), semi_structured_block_size
+    if allocation not in ("uniform", "row"):
+        raise UserError(f"{tensor_fqn}: allocation must be uniform or row, got {allocation!r}")
+    if block is None:
+        return
+    if allocation == "row":
+        raise UserError(f"{tensor_fqn}: a budget per row cancels inside a block; use allocation uniform with blocks")
+    if not isinstance(block, int) or block < 1 or (level * block).denominator != 1:
+        raise UserError(
+            f"{tensor_fqn}: sparsity_level {sparsity_level} must remove a whole number of a block of {block!r} columns"
+        )
+    if module.in_features % block:
+        raise UserError(f"{tensor_fqn} has {module.in_features} columns, not a multiple of the block of {block}")

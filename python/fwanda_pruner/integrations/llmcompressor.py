@@ -1,0 +1,361 @@
+"""llm-compressor: F-Wanda as a modifier, and our kernels under its own Wanda and SparseGPT.
+
+Importing this module registers `FWandaModifier` as a key of YAML recipes. The host writes an n:m `mask_structure` as
+PRUNE n of m; it becomes keep n of m at this edge.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import fwanda_kernels as fk
+
+from ..budgets import keep_budgets
+from ..calibrate import Statistics, calibrate, warn_unseen
+from ..config import PruneConfig
+from ..errors import UserError
+from ..model import Target, check_model
+from . import check_linear, check_version, kept_of
+
+try:
+    import llmcompressor
+    from compressed_tensors.offload import disable_offloading, update_offload_parameter
+    from compressed_tensors.utils import is_match, match_named_modules, patch_attr
+    from llmcompressor.modifiers.factory import ModifierFactory
+    from llmcompressor.modifiers.pruning.sparsegpt import base as sparsegpt
+    from llmcompressor.modifiers.pruning.sparsegpt.sgpt_base import PRUNABLE_LAYER_TYPES, SparsityModifierBase
+    from llmcompressor.modifiers.pruning.wanda import base as wanda
+    from pydantic import Field, PrivateAttr, model_validator
+except ImportError as error:
+    raise ImportError(
+        f'llm-compressor with its sparsity modifiers is missing: pip install "fwanda-kernels[llmcompressor]" ({error})'
+    ) from error
+
+__all__ = ["FWandaModifier", "use_fwanda_kernels"]
+
+_CALIBRATED = ("frozen", "compressed", "decompressed")  # states of a quantised layer whose weight is fixed
+_TEXT_KEYS = {"input_ids", "attention_mask", "labels", "loss_mask", "token_type_ids", "position_ids"}
+_DAMPING_RETRIES = 4
+
+check_version("llmcompressor", llmcompressor.__version__, "0.14", "0.14")
+if not hasattr(SparsityModifierBase, "on_calibration_start"):  # the modifier would never be called
+    raise ImportError(
+        f"llmcompressor {llmcompressor.__version__} has another life cycle of modifiers: "
+        f'pip install "fwanda-kernels[llmcompressor]"'
+    )
+
+
+class FWandaModifier(SparsityModifierBase):
+    """F-Wanda in an llm-compressor recipe: Wanda's score with a keep budget for each row.
+
+    When its pipeline starts, one forward and one backward pass over the same calibration samples measure the dense
+    model's Fisher information and fix the budgets; the whole model must then fit on the device. The pipeline's own
+    passes measure the input norms that rank within a row: under the `sequential` pipeline on the outputs of the pruned
+    layers below, as the host's Wanda does.
+
+    Args:
+        sparsity: fraction removed, read as an exact decimal; default 0.5, or what mask_structure implies.
+        allocation: "row" (the paper: by omega^power inside each matrix), "global" (over all targets) or "uniform".
+        power: exponent p of "row".
+        row_exponent, layer_exponent: damping of "global".
+        mask_structure: the host's "n:m", PRUNE n of every m; "0:0" is unstructured. Budgets cancel inside a group, so
+            under a pattern this is Wanda, and a warning says so.
+        targets, ignore: as in the host; the output head is ignored by default.
+
+    Raises:
+        UserError: in calibration, naming what: a target is quantised, parametrised, shared or not linear, the
+            calibration samples are padded or not text, or a value is not finite.
+        pydantic.ValidationError: a setting is not allowed.
+    """
+
+    sparsity: float | str | None = None
+    allocation: str = "row"
+    power: float = 0.5
+    row_exponent: float = 0.75
+    layer_exponent: float = 0.5
+    ignore: list[str] = Field(default_factory=lambda: ["re:.*lm_head"])
+
+    _config: PruneConfig = PrivateAttr()
+    _pending: dict[nn.Module, Target] = PrivateAttr(default_factory=dict)
+    _budgets: dict[str, Tensor] | None = PrivateAttr(default=None)
+    _inputs: Statistics = PrivateAttr(default_factory=Statistics)
+
+    @model_validator(mode="after")
+    def _read_settings(self) -> FWandaModifier:
+        if self.sparsity_profile is not None:
+            raise UserError(f"sparsity_profile {self.sparsity_profile!r} contradicts FWandaModifier's own allocation")
+        settings = {k: getattr(self, k) for k in ("allocation", "sparsity", "power", "row_exponent", "layer_exponent")}
+        prune_n, m = self._prune_n, self._prune_m
+        pattern = f"{kept_of(prune_n, m)}:{m}" if prune_n else None
+        self._config = PruneConfig(method="fwanda", pattern=pattern, **settings).resolved()
+        if pattern:
+            warnings.warn(
+                f"fwanda with mask_structure {self.mask_structure} is exactly Wanda's: a factor for each row cancels "
+                f"inside a group",
+                stacklevel=2,
+            )
+        return self
+
+    def on_initialize(self, state, **kwargs) -> bool:
+        """The host's set-up, after the checks that need no text."""
+        if state.data.calib is None:
+            raise UserError("FWandaModifier needs calibration samples: pass dataset= to oneshot()")
+        done = super().on_initialize(state, **kwargs)
+        self._find_targets()
+        return done
+
+    def on_calibration_start(self, state, event, **kwargs) -> None:
+        """Fix the budgets on the dense model, then let the pipeline's passes measure the inputs."""
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise UserError("FWandaModifier runs in one process: each rank would prune by its own samples")
+        with disable_offloading():
+            targets = self._find_targets()
+            check_model(state.model, targets, self._config)
+            self._budgets = self._measure_budgets(state.model, targets, state.data.calib)
+        self._pending = {t.module: t for t in targets}
+        self._inputs = Statistics()
+        for target in targets:
+            self.register_hook(target.module, self.calibrate_module, "forward")
+
+    def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
+        """Forward hook: add the squared sums of the input's columns."""
+        x, name = args[0].detach(), self._pending[module].name
+        if name not in self._inputs.x2:
+            self._inputs.x2[name] = torch.zeros(x.shape[-1], device=x.device)
+            self._inputs.n_tokens[name] = 0
+        fk.accumulate_sq_sums_(self._inputs.x2[name], x)
+        self._inputs.n_tokens[name] += x.shape[:-1].numel()
+
+    def compress_modules(self) -> None:
+        """Prune the modules whose inputs have been measured."""
+        self._prune([t for t in self._pending.values() if t.name in self._inputs.x2])
+
+    def on_calibration_end(self, state, event, **kwargs) -> None:
+        """Prune what saw no token by magnitude, and remove the hooks."""
+        super().on_calibration_end(state, event, **kwargs)
+        unseen = list(self._pending.values())
+        for target in unseen:
+            warn_unseen(target)
+            with disable_offloading():
+                self._inputs.x2[target.name] = torch.zeros(target.weight.shape[1], device=target.weight.device)
+            self._inputs.n_tokens[target.name] = 0
+        self._prune(unseen)
+        self._budgets = None
+
+    def _find_targets(self) -> list[Target]:
+        """The linear layers that targets and ignore name, each fit to be pruned."""
+        found: dict[nn.Module, str] = {}
+        for prefix, layer in self._target_layers.items():
+            for suffix, module in match_named_modules(layer, PRUNABLE_LAYER_TYPES):
+                name = f"{prefix}.{suffix}".strip(".")
+                if not is_match(name, module, self.ignore):
+                    found.setdefault(module, name)
+        if not found:
+            raise UserError(f"no linear layer matches targets {self.targets} outside ignore {self.ignore}")
+        for module, name in found.items():
+            _check_weight(name, module)
+        return [Target(name, 0, module) for module, name in found.items()]
+
+    def _measure_budgets(self, model: nn.Module, targets: list[Target], samples: Iterable) -> dict[str, Tensor] | None:
+        config = self._config
+        _refuse_shared(model, targets)
+        if not config.needs_budgets:
+            return None
+        statistics = None
+        if config.needs_fisher:
+            training = model.training
+            model.eval()
+            statistics = calibrate(model, _windows(samples), targets, fisher=config.fisher)
+            model.train(training)
+            statistics.check(targets, fisher=True)
+        return keep_budgets(config, targets, statistics)
+
+    @torch.no_grad()
+    def _prune(self, targets: list[Target]) -> None:
+        if not targets:
+            return
+        with disable_offloading():
+            weights = [t.weight for t in targets]
+            norms = [self._inputs.norm(t.name) for t in targets]
+            flags = torch.zeros(len(targets), dtype=torch.int32, device=weights[0].device)
+            if self._budgets is not None:
+                fk.foreach_row_topk_prune_(weights, norms, [self._budgets[t.name] for t in targets], bad=flags)
+            else:
+                for weight, norm, flag in zip(weights, norms, flags.split(1), strict=True):
+                    fk.nm_prune_(weight, norm, *self._config.nm, bad=flag)
+            for target, weight, flag in zip(targets, weights, flags.tolist(), strict=True):
+                if flag:
+                    raise UserError(f"{target.name} has NaN or inf among its weights or the norms of its inputs")
+                update_offload_parameter(target.module, "weight", weight)
+                del self._pending[target.module], self._inputs.x2[target.name]
+
+
+def _windows(samples: Iterable) -> list[Tensor]:
+    """Token ids [L] of each calibration sample; the samples of the pipeline that reads them next.
+
+    A shuffling loader draws by torch's global generator, which is left as it was.
+
+    Raises:
+        UserError: a batch is padded, or is not text alone.
+    """
+    windows: list[Tensor] = []
+    with torch.random.fork_rng(devices=[]):
+        for batch in samples:
+            extra = set(batch) - _TEXT_KEYS
+            if extra or "input_ids" not in batch:
+                raise UserError(
+                    f"FWandaModifier reads text alone (input_ids), got batches of {', '.join(sorted(batch))}"
+                )
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            if mask is not None and not bool(mask.all()):
+                raise UserError(
+                    "the calibration batches are padded, and padding would count as input: use batch_size=1 or "
+                    'data_collator="truncation"'
+                )
+            windows.extend(ids)
+    return windows
+
+
+def _check_weight(name: str, module: nn.Module) -> None:
+    """Refuse, by name, what has no plain floating weight matrix, or one whose quantisation is fixed."""
+    status = getattr(module, "quantization_status", None)
+    if getattr(status, "value", status) in _CALIBRATED:
+        raise UserError(f"{name} is quantised ({type(module).__name__}); prune before quantising")
+    check_linear(name, module)
+
+
+def _refuse_shared(model: nn.Module, targets: list[Target]) -> None:
+    chosen = {id(t.module.weight): t for t in targets}
+    for name, module in model.named_modules():
+        target = chosen.get(id(module._parameters.get("weight")))
+        if target is not None and module is not target.module:
+            raise UserError(f"{target.name} shares its weight with {name}; add it to ignore, or untie the weights")
+
+
+@contextmanager
+def use_fwanda_kernels() -> Iterator[None]:
+    """Inside, the host's WandaPruningModifier and SparseGPTModifier prune by our kernels.
+
+    Statistics, counts and the Cholesky factor stay the host's, so that the masks do too:
+
+    - Wanda, unstructured: the same bits, ties included. Under n:m, where the host leaves the choice among equal scores
+      to torch.topk, ours removes the lowest column.
+    - SparseGPT: as many weights of each block of columns as the host's threshold takes when no scores are equal,
+      int(s * size) + 1. From the same inputs a layer's weights agree to fp32 rounding, and so its mask but for scores
+      at the cut that are equal or that close. Over many layers such flips multiply, as they do in the host alone
+      between numbers of threads.
+    - Where a Hessian has no factor the host goes on with the identity; here the damping is raised, with a warning.
+      `preserve_sparsity_mask`, and a pattern that does not divide both the columns and block_size, stay with the host.
+
+    Raises:
+        UserError: when calibration starts: a target is quantised or parametrised, naming it.
+    """
+    names: dict[nn.Module, str] = {}
+    start = SparsityModifierBase.on_calibration_start
+
+    def checked_start(modifier, state, event, **kwargs):
+        start(modifier, state, event, **kwargs)
+        for module, name in modifier._module_names.items():
+            names[module] = name.rstrip(".")
+            if isinstance(module, nn.Linear):
+                _check_weight(names[module], module)
+
+    with (
+        patch_attr(SparsityModifierBase, "on_calibration_start", checked_start),
+        patch_attr(wanda, "sparsify_weight", partial(_wanda_weight, wanda.sparsify_weight)),
+        patch_attr(sparsegpt, "sparsify_weight", partial(_sparsegpt_weight, sparsegpt.sparsify_weight, names)),
+    ):
+        yield
+
+
+def _wanda_weight(stock, *, module, row_scalars_dict, sparsity, prune_n, prune_m) -> Tensor:
+    """The host's Wanda selection: returns the pruned copy of the weight."""
+    if not isinstance(module, nn.Linear):
+        return stock(module, row_scalars_dict, sparsity, prune_n, prune_m)
+    weight = module.weight.detach().clone()
+    scale, cols = row_scalars_dict.pop(module).sqrt(), weight.shape[1]
+    if not prune_n:
+        fk.row_topk_prune_(weight, scale, cols - int(cols * sparsity))
+        return weight
+    whole, rest = cols - cols % prune_m, cols % prune_m
+    fk.nm_prune_(weight[:, :whole], scale[:whole], kept_of(prune_n, prune_m), prune_m)
+    if rest:
+        fk.row_topk_prune_(weight[:, whole:], scale[whole:], rest - prune_n)
+    return weight
+
+
+def _sparsegpt_weight(
+    stock,
+    names,
+    *,
+    module,
+    hessians_dict,
+    sparsity,
+    prune_n,
+    prune_m,
+    block_size,
+    dampening_frac,
+    preserve_sparsity_mask,
+) -> tuple[float, Tensor]:
+    """The host's SparseGPT sweep: returns its loss and the pruned copy of the weight."""
+    uneven = prune_n and (module.weight.shape[1] % prune_m or block_size % prune_m)
+    if not isinstance(module, nn.Linear) or preserve_sparsity_mask or uneven:
+        return stock(
+            module, hessians_dict, sparsity, prune_n, prune_m, block_size, dampening_frac, preserve_sparsity_mask
+        )
+    before = module.weight.detach().float()
+    hessian = hessians_dict.pop(module)
+    dead = hessian.diagonal() == 0
+    hessian.diagonal().masked_fill_(dead, 1)
+    before = before.masked_fill(dead, 0)
+    factor = _host_factor(names.get(module, "a layer"), hessian, dampening_frac)
+    if prune_n:
+        selection: dict = {"pattern": (kept_of(prune_n, prune_m), prune_m)}
+    else:
+        selection = {"sparsity": _host_fraction(*before.shape, sparsity, block_size)}
+    after = before.clone()
+    fk.obs_prune_(after, factor=factor, block=block_size, **selection)
+    errors = torch.linalg.solve_triangular(factor, before - after, upper=True, left=False)
+    return float(errors.square().sum()) / 2, after.to(module.weight.dtype)
+
+
+def _host_factor(name: str, hessian: Tensor, damping: float) -> Tensor:
+    """Upper Cholesky factor of the inverse of the damped Hessian, in the host's order of operations."""
+    for attempt in range(_DAMPING_RETRIES):
+        stronger = damping * 10**attempt
+        damped = hessian.clone()
+        damped.diagonal().add_(stronger * hessian.diagonal().mean())
+        try:
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+            factor = torch.linalg.cholesky(inverse, upper=True)
+        except torch.linalg.LinAlgError:
+            continue
+        if attempt:
+            warnings.warn(f"the Hessian of {name} needed a damping of {stronger:g}, not {damping:g}", stacklevel=2)
+        return factor
+    raise UserError(
+        f"the Hessian of {name} has no factor, even with a damping of {stronger:g}; use more calibration text"
+    )
+
+
+def _host_fraction(rows: int, cols: int, sparsity: float, block: int) -> Fraction:
+    """The fraction by which obs_prune_() removes int(sparsity * size) + 1 entries of each block of columns.
+
+    It takes floor(f R b) - floor(f R a) of block [a, b). The smallest f that reaches the host's count both at the end
+    of the whole blocks and at the last column meets all of them.
+    """
+    whole, rest = divmod(cols, block)
+    of_block = int(rows * block * sparsity) + 1
+    total = whole * of_block + (int(rows * rest * sparsity) + 1 if rest else 0)
+    fraction = Fraction(total, rows * cols)
+    return max(fraction, Fraction(of_block, rows * block)) if whole else fraction
+
+
+ModifierFactory.register("FWandaModifier", FWandaModifier)

@@ -1,0 +1,207 @@
+"""torch.nn.utils.prune as a host."""
+
+import copy
+import warnings
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import fwanda_kernels as fk
+from fwanda_kernels.testing import assert_masks_equal
+from fwanda_pruner import UserError
+from fwanda_pruner.budgets import OMEGA_FLOOR, keep_budgets
+from fwanda_pruner.calibrate import Statistics
+from fwanda_pruner.config import PruneConfig
+from fwanda_pruner.integrations.nn_prune import (
+    WandaUnstructured,
+    fwanda_unstructured,
+    global_fwanda_unstructured,
+    wanda_unstructured,
+)
+from fwanda_pruner.model import Target
+
+
+def measured(*, dead=0, backward=True, dtype=torch.float32):
+    """Two layers, and their statistics; `dead` input columns are always zero."""
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 6)).to(dtype)
+    x = torch.randn(64, 12, dtype=dtype)
+    x[:, :dead] = 0
+    layers = {(module, "weight"): module for module in (model[0], model[2])}
+    with fk.collect_statistics(layers) as statistics:
+        loss = model(x).float().square().sum()
+        if backward:
+            loss.backward()
+    return model, statistics
+
+
+def zeros(module) -> torch.Tensor:
+    return (module.weight_mask == 0).sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mask_is_that_of_the_kernels_and_of_a_stable_sort(dtype):
+    model, statistics = measured(dtype=dtype)
+    layer, weight = model[0], model[0].weight.detach().clone()
+    norm = statistics[layer, "weight"].x2.sqrt()
+    wanda_unstructured(layer, "weight", statistics[layer, "weight"], amount=0.3)
+    removed = torch.sort(weight.float().abs() * norm, dim=1, stable=True).indices[:, :3]
+    expected = torch.ones(20, 12, dtype=torch.bool).scatter_(1, removed, False)
+    assert_masks_equal(layer.weight_mask.bool(), expected)
+    assert layer.weight_mask.dtype == dtype
+    assert torch.equal(layer.weight, weight * expected)
+
+
+def test_with_scores_of_one_number_a_row_the_mask_is_the_hosts_own():
+    """On one row the host's unstructured method ranks the same scores."""
+    ours, scale = nn.Linear(40, 1), torch.rand(40)
+    theirs = copy.deepcopy(ours)
+    WandaUnstructured.apply(ours, "weight", scale=scale, keep=torch.tensor([28]))
+    prune.l1_unstructured(theirs, "weight", amount=0.3, importance_scores=theirs.weight * scale)
+    assert torch.equal(ours.weight_mask, theirs.weight_mask)
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_the_host_sees_a_pruned_module_and_can_remove_the_pruning():
+    model, statistics = measured()
+    layer = model[0]
+    wanda_unstructured(layer, "weight", statistics[layer, "weight"], amount=0.5)
+    assert prune.is_pruned(model)
+    sparse, output = layer.weight.detach().clone(), model(torch.ones(1, 12))
+    prune.remove(layer, "weight")
+    assert not prune.is_pruned(model)
+    assert isinstance(layer.weight, nn.Parameter)
+    assert torch.equal(layer.weight, sparse)
+    assert torch.equal(model(torch.ones(1, 12)), output)
+
+
+def test_amount_is_of_what_is_left_and_pruned_weights_stay_pruned():
+    model, statistics = measured()
+    layer = model[0]
+    wanda_unstructured(layer, "weight", statistics[layer, "weight"], amount=0.5)
+    first = layer.weight_mask.clone()
+    wanda_unstructured(layer, "weight", statistics[layer, "weight"], amount=0.5)
+    assert zeros(layer).tolist() == [9] * 20
+    assert not ((layer.weight_mask != 0) & (first == 0)).any()
+    assert isinstance(next(iter(layer._forward_pre_hooks.values())), prune.PruningContainer)
+    prune.remove(layer, "weight")
+    assert ((layer.weight == 0).sum(1) == 9).all()
+
+
+def test_counts_are_exact_after_another_method_even_where_all_scores_are_zero():
+    model, statistics = measured(dead=12)
+    layer = model[0]
+    prune.random_unstructured(layer, "weight", amount=0.4)
+    before = layer.weight_mask.clone()
+    left = (before != 0).sum(1)
+    wanda_unstructured(layer, "weight", statistics[layer, "weight"], amount="0.3")
+    assert ((layer.weight_mask != 0).sum(1) == left - left * 3 // 10).all()
+    assert not ((layer.weight_mask != 0) & (before == 0)).any()
+
+
+def test_fwanda_divides_the_matrix_by_the_papers_rule_with_an_exact_total():
+    model, statistics = measured()
+    layer = model[0]
+    layer_statistics = statistics[layer, "weight"]
+    omega = (layer_statistics.g2.double() / layer_statistics.n_tokens).clamp(min=OMEGA_FLOOR)
+    expected = fk.allocate_row_budgets(omega**0.5, 240 - 72, k_max=12)
+    fwanda_unstructured(layer, "weight", layer_statistics, amount=0.3)
+    assert torch.equal(12 - zeros(layer), expected)
+    assert expected.unique().numel() > 1
+
+
+def test_fwanda_after_wanda_divides_what_is_left():
+    model, statistics = measured()
+    layer = model[0]
+    wanda_unstructured(layer, "weight", statistics[layer, "weight"], amount=0.5)
+    fwanda_unstructured(layer, "weight", statistics[layer, "weight"], amount=0.25)
+    assert int(zeros(layer).sum()) == 120 + 30
+    assert int(zeros(layer).min()) >= 6
+
+
+def test_fwanda_refuses_rows_that_have_different_numbers_left():
+    model, statistics = measured()
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    with pytest.raises(UserError, match="unpruned weights in a row"):
+        fwanda_unstructured(model[0], "weight", statistics[model[0], "weight"], amount=0.5)
+
+
+def test_the_global_masks_are_those_of_the_pruner():
+    model, statistics = measured()
+    targets = [Target("0", 0, model[0]), Target("2", 1, model[2])]
+    sums = {kind: {t.name: getattr(statistics[t.module, "weight"], kind) for t in targets} for kind in ("x2", "g2")}
+    config = PruneConfig(method="fwanda", allocation="global", sparsity="0.45")
+    expected = keep_budgets(config, targets, Statistics(**sums, n_tokens={"0": 64, "2": 64}))
+    global_fwanda_unstructured(statistics, statistics, amount=0.45)
+    for target in targets:
+        assert torch.equal((target.module.weight_mask != 0).sum(1), expected[target.name])
+    assert sum(int(zeros(t.module).sum()) for t in targets) == (240 + 120) * 45 // 100
+
+
+@pytest.mark.parametrize("dead", [0, 11])
+def test_global_counts_are_exact_on_pruned_modules_even_where_scores_tie_at_zero(dead):
+    model, statistics = measured(dead=dead)
+    prune.random_unstructured(model[0], "weight", amount=0.5)
+    before = model[0].weight_mask.clone()
+    global_fwanda_unstructured(list(statistics), statistics, amount="0.1")
+    assert sum(int(zeros(m).sum()) for m in (model[0], model[2])) == 120 + 24
+    assert not ((model[0].weight_mask != 0) & (before == 0)).any()
+    prune.remove(model[0], "weight")
+    prune.remove(model[2], "weight")
+
+
+def test_a_bad_call_leaves_the_module_as_it_was():
+    model, statistics = measured(backward=False)
+    layer, own = model[0], statistics[model[0], "weight"]
+    before = dict(layer.named_parameters())
+    for call, message in [
+        (lambda: wanda_unstructured(layer, "weight", own, amount=1), "numbers of weights"),
+        (lambda: wanda_unstructured(layer, "weight", own, amount=1.5), "decimal in"),
+        (lambda: wanda_unstructured(layer, "bias", own, amount=0.5), "only the weight"),
+        (lambda: wanda_unstructured(layer, "weight", statistics[model[2], "weight"], amount=0.5), "another module"),
+        (lambda: wanda_unstructured(nn.Conv1d(2, 2, 1), "weight", own, amount=0.5), "Conv1d must be an nn.Linear"),
+        (lambda: fwanda_unstructured(layer, "weight", own, amount=0.5), "SUM of the losses"),
+        (lambda: global_fwanda_unstructured(statistics, statistics, amount=0.5), "SUM of the losses"),
+        (lambda: global_fwanda_unstructured([], statistics, amount=0.5), "at least one"),
+        (lambda: global_fwanda_unstructured([(nn.Linear(2, 2), "weight")], statistics, amount=0.5), "no entry"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            call()
+    assert dict(layer.named_parameters()) == before and not prune.is_pruned(model)
+
+
+def test_weights_that_are_parametrised_quantised_or_not_finite_are_refused():
+    _, statistics = measured()
+    own = next(iter(statistics.values()))
+    cases = {"already parametrised": parametrizations.weight_norm(nn.Linear(12, 20))}
+    quantised = nn.Linear(12, 20)
+    quantised.weight = nn.Parameter(torch.zeros(20, 12, dtype=torch.int8), requires_grad=False)
+    cases["int8"] = quantised
+    cases["float64"] = nn.Linear(12, 20).double()
+    broken = nn.Linear(12, 20)
+    broken.weight.data[3, 3] = torch.nan
+    cases["NaN or inf"] = broken
+    for message, layer in cases.items():
+        with pytest.raises(UserError, match=message):
+            wanda_unstructured(layer, "weight", own, amount=0.5)
+
+
+def test_a_module_that_saw_no_token_is_ranked_by_magnitude_with_a_warning():
+    layer = nn.Linear(8, 3)
+    unseen = fk.LayerStatistics(torch.zeros(8), torch.zeros(3))
+    with pytest.warns(UserWarning, match="ranked by magnitude"):
+        wanda_unstructured(layer, "weight", unseen, amount=0.5)
+    expected = fk.row_topk_mask(layer.weight_orig.detach(), torch.ones(8), 4)
+    assert_masks_equal(layer.weight_mask.bool(), expected)
+
+
+def test_amounts_are_exact_decimals():
+    model, statistics = measured()
+    for amount in (0.7, "0.7", Fraction(7, 10)):
+        layer = nn.Linear(12, 20)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wanda_unstructured(layer, "weight", statistics[model[0], "weight"], amount=amount)
+        assert zeros(layer).tolist() == [8] * 20
