@@ -6,12 +6,13 @@ Nothing is compiled here. A library is loaded on the first call that could use i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ._build import find_library
-from .reference import bad_message, check_selection
+from .reference import _bad_scale, _bad_weight, _keep_last_ties, bad_message, check_selection
 
 _CUDA_COLUMNS = {torch.bfloat16: 65535, torch.float16: 65535, torch.float32: 57344}
 
@@ -58,13 +59,14 @@ def _cpu_foreach_row_topk_prune_(weights, scales, keeps, bad: Tensor | None) -> 
         _cpu_row_topk_prune_(weight, scale, keep, None if bad is None else bad[i : i + 1])
 
 
+@cache
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _cuda_serves(weights: list[Tensor]) -> bool:
     """The CUDA kernels need the bulk copies of compute capability 9.0, one dtype and rows of unit column stride."""
-    return (
-        torch.cuda.get_device_capability(weights[0].device) >= (9, 0)
-        and len({w.dtype for w in weights}) == 1
-        and all(_cuda_layout(w) for w in weights)
-    )
+    return _hopper(weights[0].device) and len({w.dtype for w in weights}) == 1 and all(_cuda_layout(w) for w in weights)
 
 
 def _cuda_layout(weight: Tensor) -> bool:
@@ -100,6 +102,70 @@ def _cuda_prune_(op: str, weights: list[Tensor], scales: list[Tensor], keeps: li
     torch.ops.fwanda_C.foreach_row_topk_prune_(weights, scales, keeps, bad)
 
 
+def _cuda_flag(like: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
+
+
+def _dense_rows(matrix: Tensor) -> bool:
+    """Whether it is on a card of compute capability 9.0, not empty, and its columns are neighbours in memory."""
+    return _hopper(matrix.device) and matrix.numel() > 0 and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
+
+
+def _cuda_accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
+    return _cuda_foreach_accumulate_sq_sums_([acc], [x], token_mask)
+
+
+def _cuda_foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask: Tensor | None) -> None:
+    xs = [x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) for x in xs]
+    if not all(_dense_rows(x) for x in xs):
+        return NotImplemented
+    counted = None if token_mask is None else token_mask.reshape(-1).contiguous()
+    torch.ops.fwanda_C.foreach_accumulate_sq_sums_(accs, xs, counted)
+
+
+def _cuda_nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
+    if m != 4 or not _dense_rows(weight):
+        return NotImplemented
+    found = _cuda_flag(weight) if bad is None else bad
+    mask = torch.ops.fwanda_C.mask_n_of_4(weight, scale.contiguous(), n, found)
+    if bad is None:
+        _report("nm_mask", int(found), None)
+    return mask
+
+
+def _cuda_nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
+    if m != 4 or not _dense_rows(weight):
+        return NotImplemented
+    if bad is None:
+        _report("nm_prune_", int(_bad_weight(weight)) | 2 * int(_bad_scale(scale)), None)
+        bad = _cuda_flag(weight)
+    torch.ops.fwanda_C.prune_n_of_4_(weight, scale.contiguous(), n, bad)
+
+
+def _cuda_compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tensor, Tensor]:
+    if not _dense_rows(weight):
+        return NotImplemented
+    found = _cuda_flag(weight) if bad is None else bad
+    packed = torch.ops.fwanda_C.compress_24(weight, scale.contiguous(), found)
+    if bad is None:
+        _report("compress_24", int(found), None)
+    return packed
+
+
+def _cuda_select_threshold(weights, row_scales, col_scales, total: int, bad: Tensor | None) -> Tensor:
+    """Total 0 is found as 1 and emptied, so that the values are checked all the same."""
+    if not all(_dense_rows(w) for w in weights):
+        return NotImplemented
+    found = _cuda_flag(weights[0]) if bad is None else bad
+    rows, cols = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
+    larger, equal = torch.ops.fwanda_C.count_at_threshold(weights, rows, cols, max(total, 1), found)
+    if bad is None:
+        _report("select_threshold", int(found), None)
+    if total == 0:
+        return torch.zeros(len(larger), dtype=torch.int64, device=larger.device)
+    return _keep_last_ties(larger.long(), equal.long(), total - larger.sum())
+
+
 _OPS: dict[str, dict[str, Callable]] = {
     "cpu": {
         "row_topk_mask": _cpu_row_topk_mask,
@@ -110,5 +176,11 @@ _OPS: dict[str, dict[str, Callable]] = {
         "row_topk_mask": _cuda_row_topk_mask,
         "row_topk_prune_": _cuda_row_topk_prune_,
         "foreach_row_topk_prune_": _cuda_foreach_row_topk_prune_,
+        "accumulate_sq_sums_": _cuda_accumulate_sq_sums_,
+        "foreach_accumulate_sq_sums_": _cuda_foreach_accumulate_sq_sums_,
+        "nm_mask": _cuda_nm_mask,
+        "nm_prune_": _cuda_nm_prune_,
+        "compress_24": _cuda_compress_24,
+        "select_threshold": _cuda_select_threshold,
     },
 }

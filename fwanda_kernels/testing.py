@@ -111,6 +111,9 @@ def assert_masks_equal(actual: Tensor, expected: Tensor) -> None:
     )
 
 
+_SLEEP_CYCLES = 200_000
+
+
 @dataclass(frozen=True)
 class Timing:
     """Median cost of one call.
@@ -163,6 +166,7 @@ def _once_cpu(call: Callable) -> float:
 
 def _pass_cuda(calls: Sequence[Callable]) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * len(calls))]
+    torch.cuda._sleep(_SLEEP_CYCLES * (1 + len(calls)))  # so that the host queues all calls before the first one runs
     for call, start, end in zip(calls, marks[::2], marks[1::2], strict=True):
         start.record()
         call()

@@ -1,0 +1,195 @@
+// N:4 selection and the 2:4 pack: nm_prune_ (in place), nm_mask and compress_24.
+//
+// Memory: a warp takes a strip of 256 columns over several rows, with the strip's scales in registers and all its rows on
+// their way at once; a lane holds two whole groups of 4 and ranks each by 6 comparisons. compress_24 gathers the metadata
+// of 32 rows in shared memory, as the reordered metadata of 32 rows and 2 words of columns is one stretch of 128 bytes.
+#include "columns.cuh"
+#include "sparse24.cuh"
+
+namespace fwanda {
+
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kRows = 2;            // of a warp, in keep_n_of_4
+constexpr int kBands = 2;           // of 32 rows, in a block of compress_24
+constexpr int kPairs = kStrip / 32; // stretches of metadata in a strip and band
+constexpr int kPairBytes = 128, kPairPitch = 144;  // 16 bytes apart keep a warp's writes on different banks
+
+// Bit i is set where column i of a group is among the n largest; of equals the lowest is removed first.
+__device__ inline uint32_t kept(const float* w, const float* s, int n) {
+  float p[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) p[i] = __fmul_rn(fabsf(w[i]), s[i]);
+  int a01 = p[1] >= p[0], a02 = p[2] >= p[0], a03 = p[3] >= p[0], a12 = p[2] >= p[1], a13 = p[3] >= p[1], a23 = p[3] >= p[2];
+  return uint32_t(a01 + a02 + a03 < n) | uint32_t(a12 + a13 + 1 - a01 < n) << 1 | uint32_t(a23 + 2 - a02 - a12 < n) << 2 |
+         uint32_t(3 - a03 - a13 - a23 < n) << 3;
+}
+
+// Clear the columns of group g that are not kept.
+template <class E>
+__device__ inline void clear(Eight<E>& v, int g, uint32_t bits) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint32_t keep = bits >> i & 1 ? 0xffffffffu : 0u;
+    if (E::kParts == 2) v.word[4 * g + i] &= keep;
+    else v.word[2 * g + i / 2] &= keep | 0xffff0000u >> i % 2 * 16;
+  }
+}
+
+template <class E>
+__device__ inline void poison(const Eight<E>& v, uint32_t& acc) {
+#pragma unroll
+  for (int i = 0; i < Eight<E>::kWords; i++) E::poison(acc, v.word[i]);
+}
+
+__device__ inline void flag_scale(const float (&s)[8], int32_t* bad) {
+  bool wrong = false;
+#pragma unroll
+  for (int j = 0; j < 8; j++) wrong |= bad_scale(s[j]);
+  if (wrong) atomicOr(bad, 2);
+}
+
+template <class E, bool ALIGNED, bool MASK>
+__global__ void __launch_bounds__(kWarps * 32) _keep_n_of_4_kernel(Weight24 m, int n, uint8_t* mask) {
+  using Bits = typename E::Bits;
+  uint32_t strips = (m.cols + kStrip - 1) / kStrip, task = blockIdx.x * kWarps + warp();
+  int strip = int(task % strips) * kStrip, valid = m.cols - strip;
+  int64_t row = int64_t(task / strips) * kRows;
+  if (row >= m.rows) return;
+  Bits* weight = static_cast<Bits*>(m.weight) + row * m.row_stride + strip;
+  int rows = int(min(int64_t(kRows), m.rows - row));
+  Eight<E> v[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; i++) v[i].template load<ALIGNED>(weight + i * m.row_stride, i < rows ? valid : 0);
+  float s[8];
+  load_scale<E, ALIGNED>(m.scale + strip, valid, s);
+  if (row == 0) flag_scale(s, m.bad);
+  uint32_t poisoned = 0;
+#pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    float w[8];
+    v[i].decode(w);
+    poison(v[i], poisoned);
+    uint32_t bits[2] = {kept(w, s, n), kept(w + 4, s + 4, n)};
+    if (MASK) {
+      uint8_t* to = mask + (row + i) * m.cols + strip;
+#pragma unroll
+      for (int g = 0; g < 2; g++) {
+        int c = Eight<E>::column(4 * g);
+        uint32_t bytes = (bits[g] * 0x00204081u) & 0x01010101u;
+        if (i < rows && c < valid) *reinterpret_cast<uint32_t*>(to + c) = bytes;
+      }
+    } else {
+      clear(v[i], 0, bits[0]), clear(v[i], 1, bits[1]);
+      v[i].template store<ALIGNED>(weight + i * m.row_stride, i < rows ? valid : 0);
+    }
+  }
+  if (E::poisoned(poisoned)) atomicOr(m.bad, 1);
+}
+
+// Where byte `byte` of word w (of 16) of row r (of 32) goes in shared memory: reference.py says the order.
+__device__ inline int meta_place(int r, int w, int byte) {
+  int moved = (r & 7) << 2 | r >> 3, shift = (w & 1) - (moved & 1);
+  return (w >> 1) * kPairPitch + ((moved + shift) * 2 + (w - shift & 1)) * 2 + byte;
+}
+
+// For a kept set of two: the permutation that picks their 16 bits from the group's two words, and above it the metadata.
+__device__ inline uint32_t pack_code(uint32_t bits) {
+  uint32_t low = bits & 1 ? 0 : bits & 2 ? 1 : 2, high = bits & 8 ? 3 : bits & 4 ? 2 : 1;
+  return 0x1010u + 0x22u * low + 0x2200u * high + (low << 16 | high << 18);
+}
+
+template <class E, bool ALIGNED>
+__global__ void __launch_bounds__(kWarps * 32) _compress_24_kernel(Weight24 m, uint16_t* values, int16_t* meta) {
+  __shared__ __align__(16) uint8_t shared[kBands][kPairs * kPairPitch];
+  constexpr int kPerBand = 32 / kWarps, kMine = kBands * kPerBand;
+  int strips = (m.cols + kStrip - 1) / kStrip;
+  int strip = int(blockIdx.x) % strips * kStrip, valid = m.cols - strip, c = strip + Eight<E>::column(0);
+  int64_t top = int64_t(int(blockIdx.x) / strips) * kBands * 32;
+  auto row_of = [&](int i) { return top + i / kPerBand * 32 + i % kPerBand * kWarps + warp(); };
+  Eight<E> v[kMine];
+#pragma unroll
+  for (int i = 0; i < kMine; i++) {
+    int64_t row = row_of(i);
+    v[i].template load<ALIGNED>(static_cast<const uint16_t*>(m.weight) + row * m.row_stride + strip, row < m.rows ? valid : 0);
+  }
+  float s[8];
+  load_scale<E, ALIGNED>(m.scale + strip, valid, s);
+  if (top == 0) flag_scale(s, m.bad);
+  uint32_t poisoned = 0;
+#pragma unroll
+  for (int i = 0; i < kMine; i++) {
+    float w[8];
+    v[i].decode(w);
+    poison(v[i], poisoned);
+    uint32_t code0 = pack_code(kept(w, s, 2)), code1 = pack_code(kept(w + 4, s + 4, 2));
+    uint2 two = {__byte_perm(v[i].word[0], v[i].word[1], code0), __byte_perm(v[i].word[2], v[i].word[3], code1)};
+    int64_t row = row_of(i);
+    if (row < m.rows && c < m.cols) *reinterpret_cast<uint2*>(values + (row * m.cols + c) / 2) = two;
+    shared[i / kPerBand][meta_place(int(row & 31), lane() >> 1, lane() & 1)] = uint8_t(code0 >> 16 | code1 >> 16 << 4);
+  }
+  if (E::poisoned(poisoned)) atomicOr(m.bad, 1);
+  __syncthreads();
+  constexpr int kVectors = kPairBytes / 16;
+  for (int i = int(threadIdx.x); i < kBands * kPairs * kVectors; i += kWarps * 32) {
+    int band = i / kVectors % kBands, pair = i / (kVectors * kBands), part = i % kVectors;
+    int64_t row = top + band * 32;
+    if (row >= m.rows || strip + pair * 32 >= m.cols) continue;
+    int16_t* to = meta + (strip / 32 + pair) * (2 * int64_t(m.rows)) + row * 2;
+    reinterpret_cast<uint4*>(to)[part] = *reinterpret_cast<const uint4*>(&shared[band][pair * kPairPitch + part * 16]);
+  }
+}
+
+bool aligned(const Weight24& w) {
+  return in_vectors(w.weight, w.row_stride, w.cols, itemsize(w.dtype)) && in_vectors(w.scale, 0, 0, 4);
+}
+
+template <class E, bool MASK>
+cudaError_t launch_keep(const Weight24& w, int n, uint8_t* mask, cudaStream_t stream) {
+  int64_t tasks = (int64_t(w.rows) + kRows - 1) / kRows * ((w.cols + kStrip - 1) / kStrip);
+  if (tasks == 0) return cudaSuccess;
+  if (tasks > 0x7fffffff) return cudaErrorInvalidValue;
+  auto kernel = aligned(w) ? _keep_n_of_4_kernel<E, true, MASK> : _keep_n_of_4_kernel<E, false, MASK>;
+  kernel<<<unsigned((tasks + kWarps - 1) / kWarps), kWarps * 32, 0, stream>>>(w, n, mask);
+  return cudaGetLastError();
+}
+
+template <class E>
+cudaError_t launch_keep(const Weight24& w, int n, uint8_t* mask, cudaStream_t stream) {
+  return mask ? launch_keep<E, true>(w, n, mask, stream) : launch_keep<E, false>(w, n, nullptr, stream);
+}
+
+template <class E>
+cudaError_t launch_compress(const Weight24& w, void* values, int16_t* meta, cudaStream_t stream) {
+  int64_t bands = (int64_t(w.rows) + 32 * kBands - 1) / (32 * kBands), blocks = bands * ((w.cols + kStrip - 1) / kStrip);
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
+  auto kernel = aligned(w) ? _compress_24_kernel<E, true> : _compress_24_kernel<E, false>;
+  kernel<<<unsigned(blocks), kWarps * 32, 0, stream>>>(w, static_cast<uint16_t*>(values), meta);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t keep_n_of_4(const Weight24& w, int n, uint8_t* mask, cudaStream_t stream) {
+  if (w.cols % 4 != 0) return cudaErrorInvalidValue;
+  switch (w.dtype) {
+    case DType::bf16: return launch_keep<Bf16>(w, n, mask, stream);
+    case DType::fp16: return launch_keep<Fp16>(w, n, mask, stream);
+    case DType::fp32: return launch_keep<Fp32>(w, n, mask, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t compress_24(const Weight24& w, void* values, int16_t* meta, cudaStream_t stream) {
+  if (w.cols % 32 != 0 || w.rows % 32 != 0) return cudaErrorInvalidValue;
+  switch (w.dtype) {
+    case DType::bf16: return launch_compress<Bf16>(w, values, meta, stream);
+    case DType::fp16: return launch_compress<Fp16>(w, values, meta, stream);
+    case DType::fp32: break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fwanda
