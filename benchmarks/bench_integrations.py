@@ -231,6 +231,6 @@ def test_host(host, case, work, op, device, results, benchmark):
         "naive_us": round(naive.us, 1),
         "bytes": None,
     }
-    results["rows"].append(row)
+    results.add(row)
     benchmark.extra_info.update(row)
     benchmark.pedantic(synchronised(job.ours[0], device), setup=job.reset, rounds=3)

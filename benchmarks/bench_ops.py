@@ -68,7 +68,7 @@ def test_op(op, case, work, arguments, device, results, benchmark):
         row["gb_per_s"] = round(ours.gb_per_s(job.size), 1)
         row["copy_us"] = round(job.size / copy_rate(job.size, device) / 1e3, 2)
         row["percent_of_copy"] = round(100 * row["copy_us"] / row["us"], 1)
-    results["rows"].append(row)
+    results.add(row)
     benchmark.extra_info.update(row)
     benchmark.pedantic(synchronised(job.ours[0], device), setup=job.reset, rounds=3)
 

@@ -7,6 +7,7 @@ import datetime
 import json
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,26 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def results(request, device):
-    """Collects one row for each benchmark and writes them at the end, whatever failed meanwhile."""
-    collected = {**machine(device), "copy_gb_per_s": round(copy_rate(COPY_BYTES[device], device), 1), "rows": []}
-    yield collected
+    """Where a benchmark adds its row; the file is written again after each, so that a run cut short leaves what it has."""
+    facts = {**machine(device), "copy_gb_per_s": round(copy_rate(COPY_BYTES[device], device), 1), "rows": []}
     folder = Path(request.config.getoption("--results"))
     folder.mkdir(parents=True, exist_ok=True)
-    slug = re.sub(r"[^a-z0-9]+", "-", collected["card"].lower()).strip("-")
-    path = folder / f"ops-{slug}-{collected['date']}.json"
-    path.write_text(json.dumps(collected, indent=1) + "\n")
-    request.config.stash[_REPORT] = collected, path
+    slug = re.sub(r"[^a-z0-9]+", "-", facts["card"].lower()).strip("-")
+    results = Results(facts, folder / f"ops-{slug}-{facts['date']}.json")
+    request.config.stash[_REPORT] = results
+    return results
+
+
+@dataclass
+class Results:
+    """The facts of this machine, the rows so far, and the file that holds them."""
+
+    facts: dict
+    path: Path
+
+    def add(self, row: dict) -> None:
+        self.facts["rows"].append(row)
+        self.path.write_text(json.dumps(self.facts, indent=1) + "\n")
 
 
 _REPORT = pytest.StashKey()
@@ -54,11 +66,11 @@ _REPORT = pytest.StashKey()
 def pytest_terminal_summary(terminalreporter, config):
     if _REPORT not in config.stash:
         return
-    collected, path = config.stash[_REPORT]
-    terminalreporter.section(f"{collected['card']}, copy {collected['copy_gb_per_s']} GB/s")
-    for line in table(collected["rows"]):
+    results = config.stash[_REPORT]
+    terminalreporter.section("{card}, copy {copy_gb_per_s} GB/s".format_map(results.facts))
+    for line in table(results.facts["rows"]):
         terminalreporter.write_line(line)
-    terminalreporter.write_line(f"written to {path}")
+    terminalreporter.write_line(f"written to {results.path}")
 
 
 def table(rows: list[dict]) -> list[str]:
