@@ -38,7 +38,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def results(request, device):
-    """Where a benchmark adds its row; the file is written again after each, so that a run cut short leaves what it has."""
+    """Where a benchmark adds its row; the file is written after each, so that a run cut short leaves what it has."""
     facts = {**machine(device), "copy_gb_per_s": round(copy_rate(COPY_BYTES[device], device), 1), "rows": []}
     folder = Path(request.config.getoption("--results"))
     folder.mkdir(parents=True, exist_ok=True)
