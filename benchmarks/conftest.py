@@ -90,6 +90,7 @@ def table(rows: list[dict]) -> list[str]:
 
 def copy_rate(size: int, device: str) -> float:
     """GB/s of copying `size` bytes, read and written bytes counted."""
+    size = min(size, COPY_BYTES[device])
     count = 1 if size >= COPY_BYTES[device] else min(16, max(2, COPY_BYTES[device] // size))
     pairs = [torch.randn(2, max(size // 4, 1), device=device).to(torch.bfloat16) for _ in range(count)]
     calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]

@@ -78,15 +78,24 @@ def allocate_budgets(
                 f"allocate_budgets: totals[{i}] must be in [{sizes[i] * k_min}, {sizes[i] * most}] "
                 f"({sizes[i]} rows of {k_min} to {most}), got {total}"
             )
-    signal = torch.nn.utils.rnn.pad_sequence([v.double() for v in vs], batch_first=True)
-    valid = torch.arange(signal.shape[1], device=signal.device) < _column(sizes, signal)
+    signal, valid = _padded(vs, sizes)
     broken = ~((signal >= 0) & signal.isfinite()).all(1)
     if bad is not None:
         bad.bitwise_or_(broken.any().to(torch.int32))
     elif bool(broken.any()):
         raise ValueError(f"allocate_budgets: vs[{int(broken.int().argmax())}] must be finite and >= 0")
     budgets = _allocate(signal, valid, _column(totals, signal), k_min, _column(k_max, signal))
-    return [row[:size] for row, size in zip(budgets, sizes, strict=True)]
+    return [row[:size] for row, size in zip(budgets.unbind(), sizes, strict=True)]
+
+
+def _padded(vs: Sequence[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """[L, R] fp64 with zeros where a vector is shorter, and [L, R] bool where it is not; few launches for any L."""
+    flat = torch.cat([v.double() for v in vs])
+    length = _column(sizes, flat)
+    offset = torch.arange(max(sizes), device=flat.device)
+    valid = offset < length
+    position = (length.cumsum(0) - length + offset).clamp(max=flat.numel() - 1)
+    return torch.where(valid, flat[position], 0), valid
 
 
 def _column(values: Sequence[int], like: Tensor) -> Tensor:
@@ -119,31 +128,28 @@ def _water_fill(signal: Tensor, positive: Tensor, total: Tensor, k_min: int, k_m
     """x_i = clamp(lambda v_i, k_min, k_max), with the lambda for which the positive rows sum to total.
 
     The sum is piecewise linear in lambda, with a bend where a row leaves k_min (lambda = k_min / v_i) or reaches k_max.
-    On sorted rows two binary searches find the bends around total, between which lambda has a closed form: a fixed
-    number of small steps for any spread.
+    On sorted rows two binary searches, run side by side, find the bends around total, between which lambda has a closed
+    form: a fixed number of small steps for any spread.
     """
     rows = signal.shape[1]
     ascending = torch.where(positive, signal, 0).sort(dim=1).values
     first = rows - positive.sum(1, keepdim=True)  # of the positive rows
     prefix = torch.nn.functional.pad(ascending.cumsum(1), (1, 0))
 
-    def sum_at(lam: Tensor) -> Tensor:
+    # the last row that reaches total at lambda = k_min / v_j, and the last one at k_max / v_j
+    bound = torch.cat([torch.full_like(k_max, k_min), k_max], 1)
+    reaching, short = (first - 1).expand(-1, 2), torch.full_like(bound, rows)
+    for _ in range(rows.bit_length() + 1):
+        j = (reaching + short) // 2
+        lam = bound / ascending.gather(1, j.clamp(0, rows - 1))
         low = torch.searchsorted(ascending, k_min / lam, right=True).maximum(first)
         high = torch.searchsorted(ascending, k_max / lam).maximum(low)
         middle = prefix.gather(1, high) - prefix.gather(1, low)
-        return k_min * (low - first) + lam * middle + k_max * (rows - high)
+        at_lam = k_min * (low - first) + lam * middle + k_max * (rows - high)
+        reaches = (j < first) | (at_lam >= total)
+        reaching, short = torch.where(reaches, j, reaching), torch.where(reaches, short, j)
 
-    def last_reaching(bound: Tensor | int) -> Tensor:
-        """Last row j, in ascending order, with sum_at(bound / v_j) >= total; first - 1 if there is none."""
-        reaching, short = first - 1, torch.full_like(first, rows)
-        for _ in range(rows.bit_length() + 1):
-            j = (reaching + short) // 2
-            lam = bound / ascending.gather(1, j.clamp(0, rows - 1))
-            reaches = (j < first) | (sum_at(lam) >= total)
-            reaching, short = torch.where(reaches, j, reaching), torch.where(reaches, short, j)
-        return reaching
-
-    low, high = last_reaching(k_min) + 1, last_reaching(k_max) + 1  # rows [low, high) are between the bounds
+    low, high = (reaching + 1).split(1, dim=1)  # rows [low, high) are between the bounds
     middle = prefix.gather(1, high) - prefix.gather(1, low)
     inside = (total - k_min * (low - first) - k_max * (rows - high)) / middle
     at_bound = torch.where(
