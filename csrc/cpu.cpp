@@ -1,9 +1,10 @@
-// Row selection on the CPU, against LibTorch's stable ABI.
+// Row and N:M selection on the CPU, against LibTorch's stable ABI.
 //
 // Memory: weight [R, C] with any strides, read once (twice in place: it is validated before the first write). A row is
 // turned into C fp32 scores, held as their bits: scores are non-negative, so integer order is float order. The order
 // statistic comes from a radix select (11 + 10 + 10 bits), each round over the candidates of the last one, so the time
-// is linear whatever the ties. Rows are independent: results do not depend on the number of threads.
+// is linear whatever the ties. Groups of 4 and 8 columns rank their scores by comparing all pairs, without a branch;
+// other group sizes use std::nth_element. Rows are independent: results do not depend on the number of threads.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -82,6 +83,7 @@ struct Scratch {
   static constexpr int64_t kBins = 1 << 11, kLanes = 2;
   std::vector<int32_t> score, candidates;
   std::vector<uint32_t> histogram;
+  std::vector<uint64_t> keys;
 };
 
 // Narrows `n` candidates to those in the bin, of `bits` bits above `shift`, that holds the one of rank `rank`; `rank`
@@ -146,6 +148,53 @@ void select_row(const T* w, const float* scale, int64_t n, int64_t keep, Scratch
   apply_cut(scratch.score.data(), find_cut(scratch, n, n - keep), n, out);
 }
 
+// Keeps the n highest of each M neighbours: a score's rank is the number of scores that are removed before it.
+template <int M, class Out>
+void rank_groups(Scratch& scratch, int64_t columns, int32_t n, Out&& out) {
+  const int32_t* score = scratch.score.data();
+  int32_t* kept = scratch.candidates.data();
+  for (int64_t j = 0; j < columns; j += M) {
+    int32_t s[M], rank[M] = {};
+    for (int k = 0; k < M; k++) s[k] = score[j + k];
+    for (int k = 1; k < M; k++)
+      for (int l = 0; l < k; l++) {
+        const int32_t earlier = s[l] <= s[k];
+        rank[k] += earlier;
+        rank[l] += 1 - earlier;
+      }
+    for (int k = 0; k < M; k++) kept[j + k] = rank[k] >= M - n;
+  }
+  for (int64_t j = 0; j < columns; j++) out(j, kept[j] != 0);
+}
+
+// As rank_groups, for any m; 0 < n < m. A key is a score and its column, so no two are equal.
+template <class Out>
+void partition_groups(Scratch& scratch, int64_t columns, int64_t n, int64_t m, Out&& out) {
+  scratch.keys.resize(m);
+  uint64_t* keys = scratch.keys.data();
+  const auto key = [&](int64_t j) { return uint64_t(scratch.score[j]) << 32 | uint32_t(j); };
+  for (int64_t first = 0; first < columns; first += m) {
+    for (int64_t k = 0; k < m; k++) keys[k] = key(first + k);
+    std::nth_element(keys, keys + (m - n), keys + m);
+    const uint64_t lowest_kept = keys[m - n];
+    for (int64_t j = first; j < first + m; j++) out(j, key(j) >= lowest_kept);
+  }
+}
+
+// One contiguous row of whole groups: out(j, kept) for every column.
+template <class T, class Out>
+void select_groups(
+    const T* w, const float* scale, int64_t columns, int64_t n, int64_t m, Scratch& scratch, Out&& out) {
+  if (n == 0 || n == m) {
+    for (int64_t j = 0; j < columns; j++) out(j, n != 0);
+    return;
+  }
+  score_row(w, scale, scratch.score.data(), columns);
+  if (m == 4) return rank_groups<4>(scratch, columns, n, out);
+  if (m == 8) return rank_groups<8>(scratch, columns, n, out);
+  partition_groups(scratch, columns, n, m, out);
+}
+
 struct Shape {
   int64_t rows, columns, row_stride, column_stride;
 };
@@ -199,14 +248,27 @@ bool all_finite(T* weight, Shape s) {
   return ok;
 }
 
-void check(const Tensor& weight, const Tensor& scale, const Tensor& keep) {
+void check(const Tensor& weight, const Tensor& scale) {
   STD_TORCH_CHECK(weight.dim() == 2, "fwanda_C: weight must be [R, C], got ", weight.dim(), " dimensions");
+  const ScalarType dtype = weight.scalar_type();
+  STD_TORCH_CHECK(
+      dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float,
+      "fwanda_C: weight must be bf16, fp16 or fp32");
   STD_TORCH_CHECK(
       scale.dim() == 1 && scale.size(0) == weight.size(1) && scale.scalar_type() == ScalarType::Float,
       "fwanda_C: scale must be [C]=[", weight.size(1), "] fp32");
+}
+
+void check_keep(const Tensor& weight, const Tensor& keep) {
   STD_TORCH_CHECK(
       keep.dim() == 1 && keep.size(0) == weight.size(0) && keep.scalar_type() == ScalarType::Long,
       "fwanda_C: keep must be [R]=[", weight.size(0), "] int64");
+}
+
+void check_pattern(const Tensor& weight, int64_t n, int64_t m) {
+  STD_TORCH_CHECK(
+      m >= 1 && 0 <= n && n <= m && weight.size(1) % m == 0,
+      "fwanda_C: n:m must keep n of m, with C=", weight.size(1), " a multiple of m, got ", n, ":", m);
 }
 
 template <class V>
@@ -217,47 +279,46 @@ std::vector<V> to_vector(const Tensor& t) {
   return out;
 }
 
+// Validated copies of the small arguments.
 struct Arguments {
+  explicit Arguments(const Tensor& scale_in) : scale(to_vector<float>(scale_in)) {
+    for (float& value : scale) {
+      if (!(value >= 0 && std::isfinite(value))) flag |= kBadScale;
+      value = std::fabs(value);  // -0.0 would break the integer order
+    }
+  }
+  Arguments(const Tensor& scale_in, const Tensor& keep_in) : Arguments(scale_in) {
+    keep = to_vector<int64_t>(keep_in);
+    for (int64_t k : keep)
+      if (k < 0 || k > int64_t(scale.size())) flag |= kBadKeep;
+  }
   std::vector<float> scale;
   std::vector<int64_t> keep;
   int64_t flag = 0;
 };
 
-Arguments read_arguments(const Tensor& scale, const Tensor& keep, int64_t columns) {
-  Arguments a{to_vector<float>(scale), to_vector<int64_t>(keep)};
-  for (float& value : a.scale) {
-    if (!(value >= 0 && std::isfinite(value))) a.flag |= kBadScale;
-    value = std::fabs(value);  // -0.0 would break the integer order
-  }
-  for (int64_t k : a.keep)
-    if (k < 0 || k > columns) a.flag |= kBadKeep;
-  return a;
-}
-
-template <class T>
-int64_t prune(const Tensor& weight, const Shape& s, const Tensor& scale, const Tensor& keep) {
-  Arguments a = read_arguments(scale, keep, s.columns);
+// select(i, row, scratch, out) calls out(j, kept) for every column of row i, in `prune` and in `mask`.
+template <class T, class Select>
+int64_t prune(const Tensor& weight, const Shape& s, int64_t flag, const Select& select) {
   T* data = static_cast<T*>(weight.data_ptr());
-  if (s.rows == 0 || s.columns == 0) return a.flag;
-  if (!all_finite(data, s)) a.flag |= kBadWeight;
-  if (a.flag) return a.flag;
+  if (s.rows == 0 || s.columns == 0) return flag;
+  if (!all_finite(data, s)) flag |= kBadWeight;
+  if (flag) return flag;
   for_rows(data, s, true, [&](int64_t first, int64_t n, T* tile, int64_t stride, Scratch& scratch) {
     for (int64_t i = 0; i < n; i++) {
       T* row = tile + i * stride;
-      select_row(row, a.scale.data(), s.columns, a.keep[first + i], scratch,
-                 [row](int64_t j, bool kept) { row[j].bits = kept ? row[j].bits : 0; });
+      select(first + i, row, scratch, [row](int64_t j, bool kept) { row[j].bits = kept ? row[j].bits : 0; });
     }
   });
   return 0;
 }
 
-template <class T>
-int64_t mask(const Tensor& weight, const Shape& s, const Tensor& scale, const Tensor& keep, const Tensor& out) {
-  Arguments a = read_arguments(scale, keep, s.columns);
+template <class T, class Select>
+int64_t mask(const Tensor& weight, const Shape& s, int64_t flag, const Tensor& out, const Select& select) {
   T* data = static_cast<T*>(weight.data_ptr());
   auto* kept_out = static_cast<uint8_t*>(out.data_ptr());
-  if (s.rows == 0 || s.columns == 0) return a.flag;
-  if (a.flag) return a.flag | (all_finite(data, s) ? 0 : kBadWeight);
+  if (s.rows == 0 || s.columns == 0) return flag;
+  if (flag) return flag | (all_finite(data, s) ? 0 : kBadWeight);
   std::atomic<bool> ok{true};
   for_rows(data, s, false, [&](int64_t first, int64_t n, T* tile, int64_t stride, Scratch& scratch) {
     for (int64_t i = 0; i < n; i++) {
@@ -267,41 +328,74 @@ int64_t mask(const Tensor& weight, const Shape& s, const Tensor& scale, const Te
         continue;
       }
       uint8_t* kept_row = kept_out + (first + i) * s.columns;
-      select_row(row, a.scale.data(), s.columns, a.keep[first + i], scratch,
-                 [kept_row](int64_t j, bool kept) { kept_row[j] = kept; });
+      select(first + i, row, scratch, [kept_row](int64_t j, bool kept) { kept_row[j] = kept; });
     }
   });
   return ok ? 0 : kBadWeight;
-}
-
-// Calls f with a value of the weight's element type.
-template <class F>
-auto dispatch(const Tensor& weight, F&& f) {
-  const ScalarType dtype = weight.scalar_type();
-  STD_TORCH_CHECK(
-      dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float,
-      "fwanda_C: weight must be bf16, fp16 or fp32");
-  if (dtype == ScalarType::BFloat16) return f(BFloat16{});
-  if (dtype == ScalarType::Half) return f(Half{});
-  return f(Float{});
 }
 
 Shape shape_of(const Tensor& weight) {
   return {weight.size(0), weight.size(1), weight.stride(0), weight.stride(1)};
 }
 
+template <class Select>
+int64_t prune(const Tensor& weight, int64_t flag, const Select& select) {
+  const ScalarType dtype = weight.scalar_type();
+  if (dtype == ScalarType::BFloat16) return prune<BFloat16>(weight, shape_of(weight), flag, select);
+  if (dtype == ScalarType::Half) return prune<Half>(weight, shape_of(weight), flag, select);
+  return prune<Float>(weight, shape_of(weight), flag, select);
+}
+
+template <class Select>
+std::tuple<Tensor, int64_t> mask(const Tensor& weight, int64_t flag, const Select& select) {
+  const Shape s = shape_of(weight);
+  Tensor out = torch::stable::new_empty(weight, {s.rows, s.columns}, ScalarType::Bool);
+  const ScalarType dtype = weight.scalar_type();
+  if (dtype == ScalarType::BFloat16) flag = mask<BFloat16>(weight, s, flag, out, select);
+  if (dtype == ScalarType::Half) flag = mask<Half>(weight, s, flag, out, select);
+  if (dtype == ScalarType::Float) flag = mask<Float>(weight, s, flag, out, select);
+  if (flag) torch::stable::zero_(out);
+  return {out, flag};
+}
+
+auto topk(const Arguments& a, int64_t columns) {
+  return [&a, columns](int64_t i, auto* row, Scratch& scratch, auto out) {
+    select_row(row, a.scale.data(), columns, a.keep[i], scratch, out);
+  };
+}
+
+auto groups(const Arguments& a, int64_t columns, int64_t n, int64_t m) {
+  return [&a, columns, n, m](int64_t, auto* row, Scratch& scratch, auto out) {
+    select_groups(row, a.scale.data(), columns, n, m, scratch, out);
+  };
+}
+
 int64_t row_topk_prune_(const Tensor& weight, const Tensor& scale, const Tensor& keep) {
-  check(weight, scale, keep);
-  return dispatch(weight, [&](auto type) { return prune<decltype(type)>(weight, shape_of(weight), scale, keep); });
+  check(weight, scale);
+  check_keep(weight, keep);
+  const Arguments a(scale, keep);
+  return prune(weight, a.flag, topk(a, weight.size(1)));
 }
 
 std::tuple<Tensor, int64_t> row_topk_mask(const Tensor& weight, const Tensor& scale, const Tensor& keep) {
-  check(weight, scale, keep);
-  Tensor out = torch::stable::new_empty(scale, {weight.size(0), weight.size(1)}, ScalarType::Bool);
-  const int64_t flag =
-      dispatch(weight, [&](auto type) { return mask<decltype(type)>(weight, shape_of(weight), scale, keep, out); });
-  if (flag) torch::stable::zero_(out);
-  return {out, flag};
+  check(weight, scale);
+  check_keep(weight, keep);
+  const Arguments a(scale, keep);
+  return mask(weight, a.flag, topk(a, weight.size(1)));
+}
+
+int64_t nm_prune_(const Tensor& weight, const Tensor& scale, int64_t n, int64_t m) {
+  check(weight, scale);
+  check_pattern(weight, n, m);
+  const Arguments a(scale);
+  return prune(weight, a.flag, groups(a, weight.size(1), n, m));
+}
+
+std::tuple<Tensor, int64_t> nm_mask(const Tensor& weight, const Tensor& scale, int64_t n, int64_t m) {
+  check(weight, scale);
+  check_pattern(weight, n, m);
+  const Arguments a(scale);
+  return mask(weight, a.flag, groups(a, weight.size(1), n, m));
 }
 
 }  // namespace
@@ -309,9 +403,13 @@ std::tuple<Tensor, int64_t> row_topk_mask(const Tensor& weight, const Tensor& sc
 STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
   m.def("row_topk_mask(Tensor weight, Tensor scale, Tensor keep) -> (Tensor, int)");
   m.def("row_topk_prune_(Tensor(a!) weight, Tensor scale, Tensor keep) -> int");
+  m.def("nm_mask(Tensor weight, Tensor scale, int n, int m) -> (Tensor, int)");
+  m.def("nm_prune_(Tensor(a!) weight, Tensor scale, int n, int m) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fwanda_C, CPU, m) {
   m.impl("row_topk_mask", TORCH_BOX(&row_topk_mask));
   m.impl("row_topk_prune_", TORCH_BOX(&row_topk_prune_));
+  m.impl("nm_mask", TORCH_BOX(&nm_mask));
+  m.impl("nm_prune_", TORCH_BOX(&nm_prune_));
 }

@@ -16,6 +16,14 @@ from .reference import _bad_scale, _bad_weight, _keep_last_ties, bad_message, ch
 
 _CUDA_COLUMNS = {torch.bfloat16: 65535, torch.float16: 65535, torch.float32: 57344}
 
+# what this version calls in each library
+_SYMBOLS = {
+    "cpu": ("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_"),
+    "cuda": (
+        "row_topk_mask", "foreach_row_topk_prune_", "foreach_accumulate_sq_sums_", "mask_n_of_4", "prune_n_of_4_",
+        "compress_24", "count_at_threshold",
+    ),
+}  # fmt: skip
 _loaded: set[str] = set()
 
 
@@ -34,6 +42,8 @@ def load(device: str) -> dict[str, Callable]:
         except OSError as error:
             raise ImportError(f"{path.name} cannot be loaded: {error}") from error
         _loaded.add(device)
+    if not all(hasattr(torch.ops.fwanda_C, symbol) for symbol in _SYMBOLS[device]):
+        raise ImportError(f"{path.name} is of another version; run python -m fwanda_kernels --build {device}")
     return _OPS[device]
 
 
@@ -57,6 +67,16 @@ def _cpu_row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tenso
 def _cpu_foreach_row_topk_prune_(weights, scales, keeps, bad: Tensor | None) -> None:
     for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
         _cpu_row_topk_prune_(weight, scale, keep, None if bad is None else bad[i : i + 1])
+
+
+def _cpu_nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
+    mask, code = torch.ops.fwanda_C.nm_mask(weight, scale, n, m)
+    _report("nm_mask", code, bad)
+    return mask
+
+
+def _cpu_nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
+    _report("nm_prune_", torch.ops.fwanda_C.nm_prune_(weight, scale, n, m), bad)
 
 
 @cache
@@ -171,6 +191,8 @@ _OPS: dict[str, dict[str, Callable]] = {
         "row_topk_mask": _cpu_row_topk_mask,
         "row_topk_prune_": _cpu_row_topk_prune_,
         "foreach_row_topk_prune_": _cpu_foreach_row_topk_prune_,
+        "nm_mask": _cpu_nm_mask,
+        "nm_prune_": _cpu_nm_prune_,
     },
     "cuda": {
         "row_topk_mask": _cuda_row_topk_mask,

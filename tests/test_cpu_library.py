@@ -1,8 +1,9 @@
-"""The C++ row selection, bit for bit against a stable sort."""
+"""The C++ selections, bit for bit against a stable sort and the reference."""
 
 import pytest
 import torch
 
+from fwanda_kernels import reference
 from fwanda_kernels._build import find_library
 
 LIBRARY = find_library("cpu")
@@ -11,6 +12,8 @@ if LIBRARY:
     torch.ops.load_library(str(LIBRARY))
 ops = torch.ops.fwanda_C
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PATTERNS = [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4), (0, 8), (3, 8), (4, 8), (8, 8), (0, 1), (1, 1), (1, 2), (1, 3)]
+PATTERNS += [(2, 3), (3, 5), (0, 16), (8, 16), (15, 16), (11, 32), (32, 32), (40, 100)]
 
 
 def stable_sort_mask(weight, scale, keep):
@@ -75,10 +78,34 @@ def bits(tensor):
     return tensor.contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, m", PATTERNS)
+def test_nm_masks_and_pruned_weights_equal_the_reference(n, m, dtype):
+    for groups in (1, 2, 19):
+        for name, (weight, scale) in adversarial(37, groups * m).items():
+            weight = weight.to(dtype)
+            expected = reference.nm_mask(weight, scale, n, m, None)
+            assert torch.equal(expected.sum(1), torch.full((37,), groups * n))
+            for layout, view in layouts(weight):
+                mask, flag = ops.nm_mask(view, scale, n, m)
+                assert flag == 0 and mask.is_contiguous() and torch.equal(mask, expected), (name, layout)
+                assert ops.nm_prune_(view, scale, n, m) == 0
+                assert torch.equal(bits(view), bits(torch.where(expected, weight, 0))), (name, layout)
+
+
+@pytest.mark.parametrize("m", [4, 8, 5, 16])
+def test_nm_ties_remove_the_lowest_columns_of_each_group(m):
+    weight = torch.tensor([0.5, -0.5]).repeat(3, m)
+    for n in range(m + 1):
+        mask, flag = ops.nm_mask(weight, torch.ones(2 * m), n, m)
+        assert flag == 0 and torch.equal(mask, (torch.arange(2 * m) % m >= m - n).expand(3, -1))
+
+
 def test_elements_between_the_rows_of_a_view_are_not_touched():
-    whole = torch.full((8, 10), 7.0)
-    ops.row_topk_prune_(whole[::2, ::3], torch.ones(4), torch.zeros(4, dtype=torch.int64))
-    assert whole[::2, ::3].eq(0).all() and whole.sum() == 7 * (80 - 16)
+    for prune, arguments in ((ops.row_topk_prune_, [torch.zeros(4, dtype=torch.int64)]), (ops.nm_prune_, [0, 4])):
+        whole = torch.full((8, 10), 7.0)
+        assert prune(whole[::2, ::3], torch.ones(4), *arguments) == 0
+        assert whole[::2, ::3].eq(0).all() and whole.sum() == 7 * (80 - 16)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
@@ -86,6 +113,8 @@ def test_empty_matrices_are_served(shape):
     weight, keep = torch.empty(shape), torch.zeros(shape[0], dtype=torch.int64)
     mask, flag = ops.row_topk_mask(weight, torch.ones(shape[1]), keep)
     assert mask.shape == shape and flag == 0 == ops.row_topk_prune_(weight, torch.ones(shape[1]), keep)
+    mask, flag = ops.nm_mask(weight, torch.ones(shape[1]), 2, 5)
+    assert mask.shape == shape and flag == 0 == ops.nm_prune_(weight, torch.ones(shape[1]), 2, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,6 +140,26 @@ def test_bad_values_give_a_flag_and_leave_the_weights(dtype, transposed):
             assert torch.equal(bits(view), bits(weight))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n, m", [(0, 4), (2, 4), (4, 4), (4, 8), (2, 3)])
+def test_nm_bad_values_give_a_flag_and_leave_the_weights(n, m, dtype, transposed):
+    nan, inf = float("nan"), float("inf")
+    for bad_weight, bad_scale in [(w, s) for w in (None, nan, inf, -inf) for s in (None, nan, inf, -1.0)]:
+        weight, scale = torch.randn(7, 24).to(dtype), torch.zeros(24)
+        if bad_weight is not None:
+            weight[4, 2] = bad_weight
+        if bad_scale is not None:
+            scale[1] = bad_scale
+        expected = (bad_weight is not None) + 2 * (bad_scale is not None)
+        view = weight.t().contiguous().t() if transposed else weight.clone()
+        mask, flag = ops.nm_mask(view, scale, n, m)
+        assert flag == expected and (flag == 0 or not mask.any())
+        assert ops.nm_prune_(view, scale, n, m) == expected
+        if expected:
+            assert torch.equal(bits(view), bits(weight))
+
+
 def test_wrong_shapes_and_dtypes_raise():
     weight, scale, keep = torch.randn(4, 6), torch.ones(6), torch.zeros(4, dtype=torch.int64)
     for arguments in (
@@ -123,14 +172,32 @@ def test_wrong_shapes_and_dtypes_raise():
     ):
         with pytest.raises(RuntimeError, match="fwanda_C"):
             ops.row_topk_mask(*arguments)
+    for arguments in (
+        (weight[0], scale, 1, 2),
+        (weight.double(), scale, 1, 2),
+        (weight, scale[1:], 1, 2),
+        (weight, scale.double(), 1, 2),
+        (weight, scale, 2, 4),
+        (weight, scale, 3, 2),
+        (weight, scale, -1, 2),
+        (weight, scale, 0, 0),
+    ):
+        for op in (ops.nm_mask, ops.nm_prune_):
+            with pytest.raises(RuntimeError, match="fwanda_C"):
+                op(*arguments)
 
 
 def test_result_does_not_depend_on_threads():
-    weight, scale, keep = torch.randn(300, 777), torch.rand(777), torch.randint(0, 778, (300,))
+    weight, scale, keep = torch.randn(300, 776), torch.rand(776), torch.randint(0, 777, (300,))
+    calls = (
+        lambda: ops.row_topk_mask(weight, scale, keep)[0],
+        lambda: ops.nm_mask(weight, scale, 2, 4)[0],
+        lambda: ops.nm_mask(weight.t().contiguous().t(), scale, 37, 97)[0],
+    )
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = ops.row_topk_mask(weight, scale, keep)[0]
+        one = [call() for call in calls]
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(one, ops.row_topk_mask(weight, scale, keep)[0])
+    assert all(torch.equal(expected, call()) for expected, call in zip(one, calls, strict=True))

@@ -12,7 +12,7 @@ from fwanda_kernels.testing import KINDS, WEIGHT_DTYPES, assert_masks_equal, mak
 dtypes = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 kinds = pytest.mark.parametrize("kind", KINDS)
 SHAPES = [(1, 1), (3, 7), (5, 33), (4, 130), (0, 4), (3, 0)]
-PATTERNS = [(1, 4), (2, 4), (4, 8), (3, 4), (0, 4), (4, 4), (2, 3), (1, 1)]
+PATTERNS = [(1, 4), (2, 4), (4, 8), (3, 4), (0, 4), (4, 4), (2, 3), (1, 1), (3, 5), (8, 16), (11, 32)]
 
 # row_topk
 
@@ -127,6 +127,7 @@ def test_uniform_selection_is_wandas(kind, dtype, sparsity):
 # nm
 
 
+@pytest.mark.usefixtures("backend")
 @dtypes
 @kinds
 @pytest.mark.parametrize("n, m", PATTERNS)
