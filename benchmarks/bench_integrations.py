@@ -54,9 +54,8 @@ class StableSortSparsifier(BaseSparsifier):
 
 def statistics_of(layer: nn.Linear) -> fk.LayerStatistics:
     rows, cols = layer.weight.shape
-    statistics = fk.LayerStatistics(cases.random_scale(cols, HERE).square(), cases.random_scale(rows, HERE).square())
-    statistics.n_tokens = 1024
-    return statistics
+    x2, g2 = (cases.random_scale(size, HERE).square() for size in (cols, rows))
+    return fk.LayerStatistics(x2, g2, n_tokens=1024)
 
 
 def linear(seed: int) -> nn.Linear:

@@ -1,7 +1,7 @@
 """Kernels for one-shot pruning: statistics, budgets, selection and weight updates, for any pruner to import."""
 
 from ._dispatch import BackendError, backends, explain, use_backend
-from .allocate import allocate_budgets, allocate_row_budgets
+from .allocate import allocate_budgets, allocate_row_budgets, global_row_scales
 from .hooks import LayerStatistics, collect_hessians, collect_statistics
 from .ops import (
     accumulate_gram_,
@@ -18,6 +18,7 @@ from .ops import (
     row_topk_prune_,
     select_threshold,
 )
+from .reference import bad_message
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "allocate_budgets",
     "allocate_row_budgets",
     "backends",
+    "bad_message",
     "collect_hessians",
     "collect_statistics",
     "compress_24",
@@ -36,6 +38,7 @@ __all__ = [
     "explain",
     "foreach_accumulate_sq_sums_",
     "foreach_row_topk_prune_",
+    "global_row_scales",
     "nm_mask",
     "nm_prune_",
     "obs_factor",

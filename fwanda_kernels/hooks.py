@@ -34,30 +34,44 @@ class _LastInput:
 
 
 class LayerStatistics:
-    """Sums over the tokens that one module saw.
+    """Sums over the tokens that one module saw, and what pruning reads from them.
 
-    Attributes:
+    Args:
         x2: [C] fp32, sum_t X_tj^2 of the module's input.
-        g2: [R] fp32, sum_t G_ti^2 of the gradient at the module's output; zeros when no backward pass ran.
+        g2: [R] fp32, sum_t G_ti^2 of the gradient at the module's output; zeros when no backward pass ran. None when
+            only the inputs were measured: then there is no omega.
         n_tokens: number of tokens, padding excluded.
+
+    The arguments are attributes too, and may be added to.
     """
 
-    def __init__(self, x2: Tensor, g2: Tensor):
-        self.x2, self.g2, self.n_tokens = x2, g2, 0
+    def __init__(self, x2: Tensor, g2: Tensor | None, n_tokens: int):
+        self.x2, self.g2, self.n_tokens = x2, g2, n_tokens
+
+    @property
+    def norm(self) -> Tensor:
+        """[C] fp32 norm of each input column, sqrt(x2); ones where no token was seen, so that the magnitude decides."""
+        return self.x2.sqrt() if self.n_tokens else torch.ones_like(self.x2)
+
+    @property
+    def omega(self) -> Tensor:
+        """[R] fp64 Fisher information of each output, g2 / n_tokens; zeros where no token was seen."""
+        return self.g2.double() / max(self.n_tokens, 1)
 
 
 class collect_statistics(Mapping):  # noqa: N801  used like a function
     """Context manager that sums squares of the inputs and of the output gradients of linear layers.
 
-    Inside the block run forward passes, and backward passes for g2, any number of times. A token counts once: inputs
-    that modules share (q/k/v, gate/up) are reduced once, and a forward pass repeated by activation checkpointing is
-    ignored. The loss must be a SUM over tokens: with a mean, g2 depends on the batch size.
+    Inside the block, or between start() and stop(), run forward passes, and backward passes for g2, any number of
+    times. A token counts once: inputs that modules share (q/k/v, gate/up) are reduced once, and a forward pass repeated
+    by activation checkpointing is ignored. The loss must be a SUM over tokens: with a mean, g2 depends on the batch.
 
     Args:
         modules: name -> linear module (anything with one input [..., C], one output [..., R] and a 2-D weight).
 
     Attributes:
         token_mask: [B, L] bool for the next forward pass, False = padding; None (default) counts every position.
+        unseen: names of the modules that were never called; they have no entry.
 
     `stats[name]` is a LayerStatistics.
 
@@ -67,7 +81,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
     Example:
         >>> with collect_statistics({"fc": model.fc}) as stats:
         ...     loss_sum(model(batch)).backward()
-        >>> norm = stats["fc"].x2.sqrt()
+        >>> scale = stats["fc"].norm
 
     Source: the paper, algorithm 1, lines 1 and 2.
     """
@@ -99,16 +113,30 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         self._token_mask = mask
         self._kept_tokens = None if mask is None else int(mask.sum())
 
-    def __enter__(self) -> collect_statistics:
+    @property
+    def unseen(self) -> list[str]:
+        return [name for name in self._modules if name not in self._statistics]
+
+    def start(self) -> None:
+        """Hook the modules; a start while started changes nothing, one after stop() goes on adding."""
+        if self._handles:
+            return
         for name, module in self._modules.items():
             self._handles.append(module.register_forward_hook(self._forward_hook(name), with_kwargs=True))
-        return self
 
-    def __exit__(self, *_) -> None:
+    def stop(self) -> None:
+        """Remove the hooks; the sums stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._last_input.clear()
+
+    def __enter__(self) -> collect_statistics:
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
 
     def _forward_hook(self, name: str):
         def hook(_module, args, kwargs, output):
@@ -120,6 +148,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
                     layer = LayerStatistics(
                         torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device),
                         torch.zeros(output.shape[-1], dtype=torch.float32, device=output.device),
+                        n_tokens=0,
                     )
                 self._statistics[name] = layer
             if not _recomputing():

@@ -21,7 +21,12 @@ _HIGH_BITS, _LOW_BITS = 15, 16
 
 
 def bad_message(op: str, code: int) -> str:
-    """One line for a `bad` code of a selection op."""
+    """One line for a `bad` code of a selection op: "<op>: weight has NaN or inf values".
+
+    Args:
+        op: what to begin with: the op, or the name of the matrix.
+        code: nonzero, as the op ORed it into bad.
+    """
     return f"{op}: " + ", ".join(text for bit, text in _BAD_TEXT.items() if code & bit)
 
 

@@ -224,3 +224,60 @@ def test_bad_collects_the_code_instead_of_raising(value, code):
     bad = torch.tensor([4], dtype=torch.int32)
     fk.allocate_row_budgets(torch.tensor([1.0, value]), 4, k_max=4, bad=bad)
     assert bad.tolist() == [4 | code]
+
+
+# row scales of the global allocation
+
+
+def layers_of(*shapes) -> tuple[list, list, list]:
+    torch.manual_seed(0)
+    weights = [torch.randn(shape) for shape in shapes]
+    omegas = [torch.randn(rows, dtype=torch.float64).exp() for rows, _ in shapes]
+    return weights, omegas, [torch.rand(cols) + 0.1 for _, cols in shapes]
+
+
+@pytest.mark.parametrize("b, c", [(0.75, 0.5), (1.0, 1.0), (0.0, 0.0), (0.5, 1.0)])
+def test_global_row_scales_follow_the_formula(b, c):
+    weights, omegas, norms = layers_of((5, 8), (1100, 3))
+    found = fk.global_row_scales(weights, omegas, norms, row_exponent=b, layer_exponent=c)
+    mean = torch.cat(omegas).mean()
+    for a, weight, omega, norm in zip(found, weights, omegas, norms, strict=True):
+        m, omega = (weight.double().abs() * norm).mean(1), omega / mean
+        expected = omega ** (b / 2) * m ** (b - 1) / (omega ** (b / 2) * m**b).mean() ** (1 - c)
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, expected.float())
+
+
+def test_without_damping_the_row_scale_is_the_root_of_omega():
+    weights, omegas, norms = layers_of((4, 6), (3, 5))
+    total = torch.cat(omegas).mean()
+    scales = fk.global_row_scales(weights, omegas, norms, row_exponent=1.0, layer_exponent=1.0)
+    for a, omega in zip(scales, omegas, strict=True):
+        torch.testing.assert_close(a, (omega / total).sqrt().float())
+
+
+def test_rows_without_fisher_information_or_score_have_scale_zero():
+    weights, omegas, norms = layers_of((4, 6), (3, 5))
+    omegas[0][1], weights[0][2], norms[1] = 0, 0, torch.zeros(5)
+    first, second = fk.global_row_scales(weights, omegas, norms)
+    assert (first > 0).tolist() == [True, False, False, True] and second.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w, o, n: (w, [0 * x for x in o], n), "the mean of omega must be finite and > 0, got 0.0"),
+        (lambda w, o, n: (w, [x / 0 for x in o], n), "the mean of omega must be finite and > 0, got inf"),
+        (lambda w, o, n: ([], [], []), "non-empty lists of one length, got 0, 0 and 0"),
+        (lambda w, o, n: (w, o[:1], n), "non-empty lists of one length, got 2, 1 and 2"),
+        (
+            lambda w, o, n: (w, o, n[::-1]),
+            "entry 0 must be a weight [R, C], an omega [R] and a norm [C], got [4, 6], [4]",
+        ),
+    ],
+)
+def test_global_row_scales_refuse_what_has_no_estimate_in_one_line(change, message):
+    with pytest.raises(ValueError) as error:
+        fk.global_row_scales(*change(*layers_of((4, 6), (3, 5))))
+    assert str(error.value).startswith("global_row_scales: ") and message in str(error.value)
+    assert "\n" not in str(error.value)

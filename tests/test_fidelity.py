@@ -11,6 +11,8 @@ import fwanda_pruner
 from fwanda_pruner.budgets import keep_budgets
 from fwanda_pruner.calibrate import Statistics, calibrate
 from fwanda_pruner.config import PruneConfig
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.methods import Job, prune_targets
 from fwanda_pruner.model import find_targets
 
 TOKENS = tiny.tokens(6, 24)
@@ -149,11 +151,11 @@ def test_global_budgets_equal_a_sort_of_all_scores():
     model = tiny.llama()
     targets, statistics = random_statistics(model)
     config = PruneConfig(allocation="global", sparsity="0.7", row_exponent=0.75, layer_exponent=0.5).resolved()
-    mean = torch.cat([statistics.omega(t.name) for t in targets]).mean()
+    mean = torch.cat([statistics.layer(t.name).omega for t in targets]).mean()
     scores = []
     for target in targets:
-        norm = statistics.norm(target.name)
-        omega = statistics.omega(target.name) / mean
+        norm = statistics.layer(target.name).norm
+        omega = statistics.layer(target.name).omega / mean
         m = (target.weight.double().abs() * norm.double()).mean(1)
         a = omega**0.375 * m**-0.25 / (omega**0.375 * m**0.75).mean() ** 0.5
         scores.append(target.weight.abs() * norm * a.float()[:, None])
@@ -169,6 +171,23 @@ def test_global_budgets_equal_a_sort_of_all_scores():
     assert sum(int(k.sum()) for k in budgets.values()) == total
 
 
+def test_a_global_budget_without_fisher_information_is_the_users_error():
+    targets, statistics = random_statistics(tiny.llama())
+    statistics.g2 = {name: torch.zeros_like(g2) for name, g2 in statistics.g2.items()}
+    config = PruneConfig(allocation="global", sparsity="0.5").resolved()
+    with pytest.raises(UserError, match="the Fisher information is 0 everywhere"):
+        keep_budgets(config, targets, statistics)
+
+
+def test_a_bad_value_that_only_the_selection_meets_is_named():
+    model = tiny.llama()
+    targets, statistics = random_statistics(model)
+    targets[3].module.weight.data[2, 1] = torch.inf
+    config = PruneConfig(method="wanda", sparsity="0.5").resolved()
+    with pytest.raises(UserError, match=f"{targets[3].name}: weight has NaN or inf values"):
+        prune_targets(Job(config, model, targets, None, statistics, progress=False))
+
+
 @pytest.mark.parametrize("power", [0.5, 1.0])
 def test_row_budgets_are_proportional_to_the_power_of_omega(power):
     targets, statistics = random_statistics(tiny.llama())
@@ -180,7 +199,7 @@ def test_row_budgets_are_proportional_to_the_power_of_omega(power):
         assert int(keep.sum()) == rows * cols - rows * cols // 2
         free = (keep > 1) & (keep < cols)
         # k_i = lambda * omega_i^p up to rounding by less than one: one lambda must fit all rows
-        shares = statistics.omega(target.name)[free] ** power
+        shares = statistics.layer(target.name).omega[free] ** power
         assert free.sum() > 2 and ((keep[free] - 1) / shares).max() < ((keep[free] + 1) / shares).min()
 
 

@@ -244,3 +244,37 @@ def test_low_precision_models_have_fp32_sums():
     with fk.collect_statistics({"layer": layer}) as stats:
         layer(x).sum().backward()
     assert stats["layer"].x2.tolist() == [2700.0] * 4 and stats["layer"].g2.tolist() == [300.0] * 4
+
+
+def test_norm_and_omega_are_the_root_of_x2_and_the_mean_of_g2():
+    layer = fk.LayerStatistics(torch.tensor([4.0, 0.0, 2.0]), torch.tensor([6.0, 1.0]), n_tokens=3)
+    assert torch.equal(layer.norm, torch.tensor([4.0, 0.0, 2.0]).sqrt()) and layer.norm.dtype == torch.float32
+    assert torch.equal(layer.omega, torch.tensor([6.0, 1.0], dtype=torch.float64) / 3)
+
+
+def test_a_module_without_a_token_has_norms_of_one_and_no_fisher_information():
+    layer = fk.LayerStatistics(torch.zeros(3), torch.zeros(2), n_tokens=0)
+    assert layer.norm.tolist() == [1.0] * 3 and layer.omega.tolist() == [0.0] * 2
+
+
+def test_start_and_stop_collect_as_the_block_does_and_may_be_repeated():
+    model, ids = tiny()
+    expected = expected_statistics(model, lambda: loss_of(model(ids), ids).backward())
+    stats = fk.collect_statistics(linears(model))
+    model(ids)
+    for _ in range(2):
+        stats.start()
+        stats.start()
+        loss_of(model(ids), ids).backward()
+        stats.stop()
+        model(ids)
+    assert_statistics(stats, expected, times=2)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_unseen_names_the_modules_that_were_never_called():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    with torch.no_grad(), fk.collect_statistics({"first": first, "second": second}) as stats:
+        assert stats.unseen == ["first", "second"]
+        second(torch.ones(1, 4))
+    assert stats.unseen == ["first"]

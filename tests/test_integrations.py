@@ -73,6 +73,15 @@ def test_the_adapters_of_torch_need_neither_transformers_nor_a_dataset():
     assert loaded == "[]"
 
 
+def test_budgets_need_no_transformers():
+    loaded = python(
+        "import sys; sys.path.insert(0, '..')\n"
+        "import fwanda_pruner.budgets\n"
+        "print([m for m in ('transformers', 'datasets', 'safetensors') if m in sys.modules])"
+    )
+    assert loaded == "[]"
+
+
 def test_a_torch_without_the_host_gives_an_import_error_that_names_the_extra():
     message = python(
         "import sys; sys.path.insert(0, '..')\n"

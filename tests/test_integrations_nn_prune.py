@@ -190,7 +190,7 @@ def test_weights_that_are_parametrised_quantised_or_not_finite_are_refused():
 
 def test_a_module_that_saw_no_token_is_ranked_by_magnitude_with_a_warning():
     layer = nn.Linear(8, 3)
-    unseen = fk.LayerStatistics(torch.zeros(8), torch.zeros(3))
+    unseen = fk.LayerStatistics(torch.zeros(8), torch.zeros(3), n_tokens=0)
     with pytest.warns(UserWarning, match="ranked by magnitude"):
         wanda_unstructured(layer, "weight", unseen, amount=0.5)
     expected = fk.row_topk_mask(layer.weight_orig.detach(), torch.ones(8), 4)

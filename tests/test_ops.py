@@ -201,6 +201,11 @@ def test_bad_collects_the_code_instead_of_raising(op, change, code, message):
     assert args[-1].tolist() == [8 | code]
 
 
+def test_bad_message_names_every_fault_of_a_code():
+    assert fk.bad_message("fc", 1) == "fc: weight has NaN or inf values"
+    assert fk.bad_message("fc", 6) == "fc: scale must be finite and >= 0, keep must be in [0, C]"
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("op, change, code, message", BROKEN_CALLS)
 def test_bad_values_raise_without_bad_and_touch_nothing(op, change, code, message):

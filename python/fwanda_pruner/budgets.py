@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 import fwanda_kernels as fk
 
-from .calibrate import Statistics
 from .config import PruneConfig
 from .errors import UserError
-from .model import Target
+
+if TYPE_CHECKING:  # they bring transformers, which the adapters of torch do without
+    from .calibrate import Statistics
+    from .model import Target
 
 OMEGA_FLOOR = 1e-8
-_CHUNK_ROWS = 1024
 
 
 def keep_total(rows: int, cols: int, removed: Fraction) -> int:
@@ -23,14 +25,14 @@ def keep_total(rows: int, cols: int, removed: Fraction) -> int:
     return rows * cols - removed * rows * cols // 1
 
 
-def floored_omega(statistics: Statistics, name: str) -> Tensor:
+def floored_omega(layer: fk.LayerStatistics) -> Tensor:
     """[R] fp64 omega, not below OMEGA_FLOOR."""
-    return statistics.omega(name).clamp(min=OMEGA_FLOOR)
+    return layer.omega.clamp(min=OMEGA_FLOOR)
 
 
 def count_floored_rows(statistics: Statistics, targets: list[Target]) -> int:
     """How many rows met OMEGA_FLOOR over all targets."""
-    return sum(int((statistics.omega(t.name) < OMEGA_FLOOR).sum()) for t in targets)
+    return sum(int((statistics.layer(t.name).omega < OMEGA_FLOOR).sum()) for t in targets)
 
 
 def keep_budgets(config: PruneConfig, targets: list[Target], statistics: Statistics | None) -> dict[str, Tensor]:
@@ -53,11 +55,12 @@ def keep_budgets(config: PruneConfig, targets: list[Target], statistics: Statist
 
 
 def _uniform(config: PruneConfig, targets: list[Target], _statistics) -> dict[str, Tensor]:
-    budgets = {}
-    for target in targets:
-        rows, cols = target.weight.shape
-        budgets[target.name] = torch.full((rows,), keep_total(1, cols, config.removed), device=target.weight.device)
-    return budgets
+    return {t.name: _equal_rows(t.weight, config.removed) for t in targets}
+
+
+def _equal_rows(weight: Tensor, removed: Fraction) -> Tensor:
+    rows, cols = weight.shape
+    return torch.full((rows,), keep_total(1, cols, removed), device=weight.device)
 
 
 def _layer(config: PruneConfig, targets: list[Target], _statistics) -> dict[str, Tensor]:
@@ -81,47 +84,37 @@ def _row(config: PruneConfig, targets: list[Target], statistics: Statistics) -> 
                 f"--sparsity {config.sparsity} keeps {total} weights of {target.name} [{rows}, {cols}], but "
                 f"--allocation row keeps at least one a row; choose a lower sparsity or --allocation global"
             )
-    signals = [floored_omega(statistics, t.name) ** config.power for t in targets]
+    signals = [floored_omega(statistics.layer(t.name)) ** config.power for t in targets]
     budgets = fk.allocate_budgets(signals, totals, k_min=1, k_max=[cols for _, cols in shapes])
     return {t.name: k for t, k in zip(targets, budgets, strict=True)}
 
 
 def _global(config: PruneConfig, targets: list[Target], statistics: Statistics) -> dict[str, Tensor]:
-    """One threshold over all matrices on the damped second-order estimate of the loss.
+    budgets = global_budgets(config, [t.weight for t in targets], [statistics.layer(t.name) for t in targets])
+    return {t.name: k for t, k in zip(targets, budgets, strict=True)}
+
+
+def global_budgets(config: PruneConfig, weights: list[Tensor], layers: list[fk.LayerStatistics]) -> list[Tensor]:
+    """[R] int64 kept in each row of each matrix: one threshold on the damped second-order estimate of the loss.
 
     A matrix that saw no token has no estimate: it is pruned uniformly, and the others share what is left.
+
+    Raises:
+        UserError: the Fisher information is 0 everywhere.
     """
-    seen = [t for t in targets if statistics.n_tokens[t.name]]
-    budgets = _uniform(config, [t for t in targets if not statistics.n_tokens[t.name]], statistics)
-    total = keep_total(1, sum(t.weight.numel() for t in targets), config.removed)
-    total -= sum(int(k.sum()) for k in budgets.values())
-    norms = [statistics.norm(t.name) for t in seen]
-    scales = _row_scales(config, seen, statistics, norms)
-    counts = fk.select_threshold([t.weight for t in seen], scales, norms, total)
-    return budgets | {t.name: k for t, k in zip(seen, counts, strict=True)}
-
-
-def _row_scales(
-    config: PruneConfig, targets: list[Target], statistics: Statistics, norms: list[Tensor]
-) -> list[Tensor]:
-    """a_i [R] fp32: omega_i^(b/2) m_i^(b-1) / mean_i(omega_i^(b/2) m_i^b)^(1-c), 0 where omega_i or m_i is 0."""
+    seen = [i for i, layer in enumerate(layers) if layer.n_tokens]
+    budgets = [_equal_rows(weight, config.removed) for weight in weights]
+    total = keep_total(1, sum(weight.numel() for weight in weights), config.removed)
+    total -= sum(int(k.sum()) for k, layer in zip(budgets, layers, strict=True) if not layer.n_tokens)
+    weights, norms = [weights[i] for i in seen], [layers[i].norm for i in seen]
+    omegas = [layers[i].omega for i in seen]
     b, c = config.row_exponent, config.layer_exponent
-    omegas = [statistics.omega(t.name) for t in targets]
-    mean = torch.cat(omegas).mean()
-    if not bool(mean > 0):
-        raise UserError("the Fisher information is 0 everywhere: the loss does not depend on the blocks of this model")
-    scales = []
-    for target, omega, norm in zip(targets, omegas, norms, strict=True):
-        m = _mean_score(target.weight, norm)
-        alive = (omega > 0) & (m > 0)
-        omega, m = torch.where(alive, omega / mean, 1), torch.where(alive, m, 1)
-        row = torch.where(alive, omega ** (b / 2) * m**b, 0)
-        layer = row.mean() ** (1 - c)
-        scales.append(torch.where(alive, row / m / layer, 0).float())
-    return scales
-
-
-def _mean_score(weight: Tensor, norm: Tensor) -> Tensor:
-    """[R] fp64 mean over the columns of |W_ij| * norm_j."""
-    norm = norm.double() / weight.shape[1]
-    return torch.cat([rows.double().abs() @ norm for rows in weight.split(_CHUNK_ROWS)])
+    try:
+        scales = fk.global_row_scales(weights, omegas, norms, row_exponent=b, layer_exponent=c)
+    except ValueError as error:
+        raise UserError(
+            "the Fisher information is 0 everywhere: the loss does not depend on the blocks of this model"
+        ) from error
+    for i, counts in zip(seen, fk.select_threshold(weights, scales, norms, total), strict=True):
+        budgets[i] = counts
+    return budgets

@@ -45,22 +45,13 @@ class Statistics:
     text: dict = field(default_factory=dict)
     weights: str | None = None
 
-    def norm(self, name: str) -> Tensor:
-        """[C] fp32 norm of each input column; ones where no token came by, so that the magnitude decides."""
-        return self.x2[name].sqrt() if self.n_tokens[name] else torch.ones_like(self.x2[name])
-
-    def omega(self, name: str) -> Tensor:
-        """[R] fp64 Fisher information of each output, g2 / n_tokens."""
-        return self.g2[name].double() / max(self.n_tokens[name], 1)
+    def layer(self, name: str) -> fk.LayerStatistics:
+        """The sums of one target, which give its norm and omega."""
+        return fk.LayerStatistics(self.x2[name], self.g2.get(name), self.n_tokens[name])
 
     def add(self, target: Target, collected: fk.collect_statistics) -> None:
         """Take the sums of one target; zeros if it saw no token (an expert that was never routed to)."""
-        rows, cols = target.weight.shape
-        layer = collected.get(target.name)
-        if layer is None:
-            device = target.weight.device
-            layer = fk.LayerStatistics(torch.zeros(cols, device=device), torch.zeros(rows, device=device))
-            warn_unseen(target)
+        layer = collected[target.name] if target.name in collected else unseen_layer(target)
         self.x2[target.name] = layer.x2
         self.n_tokens[target.name] = layer.n_tokens
         if self.fisher is not None:
@@ -149,6 +140,13 @@ def fingerprint(targets: list[Target]) -> str:
 def warn_unseen(target: Target) -> None:
     """Say that a module met no calibration token, so that its inputs tell nothing."""
     warnings.warn(f"{target.name} saw no calibration token: its weights are ranked by magnitude", stacklevel=3)
+
+
+def unseen_layer(target: Target) -> fk.LayerStatistics:
+    """Statistics of a module that met no calibration token, with the warning."""
+    warn_unseen(target)
+    rows, cols = (torch.zeros(size, device=target.weight.device) for size in target.weight.shape)
+    return fk.LayerStatistics(cols, rows, n_tokens=0)
 
 
 def calibrate(

@@ -80,7 +80,7 @@ def _by_score(job: Job) -> list[MatrixRow]:
             stream.run(index, advance=True)
     for target, flag in zip(job.targets, torch.cat(flags).tolist(), strict=True):
         if flag:
-            raise UserError(f"{target.name} has NaN or inf among its weights or the norms of its inputs")
+            raise UserError(fk.bad_message(target.name, flag))
     rows = _rows(config, job.targets, budgets)
     for row, before in zip(rows, zeros_before, strict=True):
         if row.kept_zero > before:
@@ -109,7 +109,7 @@ def _select(
     """Prune the matrices of one block by score; returns their [L] flags of bad values, still on the device."""
     weights = [t.weight for t in targets]
     if config.facts.scores_inputs:
-        scales = [statistics.norm(t.name) for t in targets]
+        scales = [statistics.layer(t.name).norm for t in targets]
     else:
         scales = [torch.ones(w.shape[1], device=w.device) for w in weights]
     flags = torch.zeros(len(targets), dtype=torch.int32, device=weights[0].device)
@@ -180,7 +180,7 @@ def _prune_by_obs(job: Job, target: Target, factor: Tensor, budgets: dict[str, T
         selection = {"sparsity": Fraction(size - int(budgets[target.name].sum()), size)}
     row_weight = None
     if config.needs_fisher:
-        row_weight = (floored_omega(job.statistics, target.name) ** config.power).float()
+        row_weight = (floored_omega(job.statistics.layer(target.name)) ** config.power).float()
     fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **selection)
     if not bool(weight.isfinite().all()):
         raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")

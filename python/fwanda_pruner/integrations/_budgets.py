@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fwanda_kernels as fk
 
+from ..budgets import floored_omega
 from ..errors import UserError
 
 
@@ -43,36 +44,37 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise UserError(f"{name} has NaN or inf values")
 
 
-def norms(name: str, x2: Tensor, n_tokens: int) -> Tensor:
-    """[C] fp32 norm of each input column; ones and a warning where no token came by, so that the magnitude decides."""
-    if not n_tokens:
+def checked_norm(name: str, layer: fk.LayerStatistics) -> Tensor:
+    """[C] fp32 norm of each input column, with a warning where no token came by.
+
+    Raises:
+        UserError: it is not finite.
+    """
+    if not layer.n_tokens:
         warnings.warn(f"{name} saw no calibration token: its weights are ranked by magnitude", stacklevel=3)
-        return torch.ones_like(x2)
-    check_finite(f"the input of {name}", x2)
-    return x2.sqrt()
+    check_finite(f"the input of {name}", layer.x2)
+    return layer.norm
 
 
-def check_gradient(name: str, g2: Tensor, n_tokens: int) -> None:
+def check_gradient(name: str, layer: fk.LayerStatistics) -> None:
     """Refuse g2 of a module that saw tokens but no backward pass.
 
     Raises:
         UserError: saying what to run.
     """
-    check_finite(f"the output gradient of {name}", g2)
-    if n_tokens and not bool(g2.any()):
+    check_finite(f"the output gradient of {name}", layer.g2)
+    if layer.n_tokens and not bool(layer.g2.any()):
         raise UserError(f"{name} has no output gradient: run backward() on the SUM of the losses while collecting")
 
 
-def row_budgets(name: str, g2: Tensor, n_tokens: int, total: int, *, k_max: int, power: float) -> Tensor:
+def row_budgets(name: str, layer: fk.LayerStatistics, total: int, *, k_max: int, power: float) -> Tensor:
     """[R] int64 weights kept in each row: proportional to omega^power, summing to total (the paper, equation 3).
 
     Raises:
         UserError: no backward pass ran, or the total is out of reach.
     """
-    from ..budgets import OMEGA_FLOOR
-
-    check_gradient(name, g2, n_tokens)
-    if total < len(g2):
-        raise UserError(f"{name} would keep {total} weights in {len(g2)} rows; a row budget keeps at least 1 in each")
-    omega = g2.double() / max(n_tokens, 1)
-    return fk.allocate_row_budgets(omega.clamp(min=OMEGA_FLOOR) ** power, total, k_max=k_max)
+    check_gradient(name, layer)
+    rows = len(layer.g2)
+    if total < rows:
+        raise UserError(f"{name} would keep {total} weights in {rows} rows; a row budget keeps at least 1 in each")
+    return fk.allocate_row_budgets(floored_omega(layer) ** power, total, k_max=k_max)

@@ -31,7 +31,7 @@ import fwanda_kernels as fk
 
 from ..errors import UserError
 from . import check_linear, check_version
-from ._budgets import check_finite, check_gradient, exact_fraction, kept, norms, row_budgets
+from ._budgets import check_finite, check_gradient, checked_norm, exact_fraction, kept, row_budgets
 
 try:
     from torch.ao.pruning import BaseSparsifier
@@ -98,7 +98,8 @@ class WandaSparsifier(BaseSparsifier):
             raise
         super()._prepare(*args, **kwargs)
         modules = {group["tensor_fqn"]: group["module"] for group in self.groups}
-        self._collected = fk.collect_statistics(modules).__enter__()
+        self._collected = fk.collect_statistics(modules)
+        self._collected.start()
 
     def step(self, use_path: bool = True) -> None:
         """Select every mask anew from the original weights; the first step ends the collection.
@@ -115,19 +116,20 @@ class WandaSparsifier(BaseSparsifier):
         if not len(self._collected):
             raise UserError("the model saw no input: run calibration batches between prepare() and step()")
         for group in self.groups:
-            layer = self._collected.get(group["tensor_fqn"])
-            if layer is None:
-                rows, cols = group["module"].weight.shape
-                device = group["module"].weight.device
-                layer = fk.LayerStatistics(torch.zeros(cols, device=device), torch.zeros(rows, device=device))
+            name, weight = group["tensor_fqn"], group["module"].weight
+            if name in self._collected.unseen:
+                rows, cols = (torch.zeros(size, device=weight.device) for size in weight.shape)
+                layer = fk.LayerStatistics(cols, rows, n_tokens=0)
+            else:
+                layer = self._collected[name]
             if group["allocation"] == "row":
-                check_gradient(group["tensor_fqn"], layer.g2, layer.n_tokens)
-            self.state[group["tensor_fqn"]].update(x2=layer.x2, g2=layer.g2, n_tokens=layer.n_tokens)
+                check_gradient(name, layer)
+            self.state[name].update(x2=layer.x2, g2=layer.g2, n_tokens=layer.n_tokens)
         self._stop()
 
     def _stop(self) -> None:
         if self._collected is not None:
-            self._collected.__exit__()
+            self._collected.stop()
             self._collected = None
 
     def update_mask(self, module: nn.Module, tensor_name: str, **group) -> None:
@@ -136,7 +138,8 @@ class WandaSparsifier(BaseSparsifier):
         parametrization = getattr(module.parametrizations, tensor_name)
         weight, mask, state = parametrization.original.detach(), parametrization[0].mask, self.state[name]
         check_finite(name, weight)
-        scale = norms(name, state["x2"], state["n_tokens"])
+        layer = fk.LayerStatistics(state["x2"], state["g2"], state["n_tokens"])
+        scale = checked_norm(name, layer)
         rows, cols = weight.shape
         block = group["semi_structured_block_size"]
         if block is not None:
@@ -145,7 +148,7 @@ class WandaSparsifier(BaseSparsifier):
         keep = kept(cols, level)
         if group["allocation"] == "row":
             total = kept(rows * cols, level)
-            keep = row_budgets(name, state["g2"], state["n_tokens"], total, k_max=cols, power=group["power"])
+            keep = row_budgets(name, layer, total, k_max=cols, power=group["power"])
         mask.copy_(fk.row_topk_mask(weight, scale, keep))
 
     def squash_mask(self, *args, **kwargs) -> None:

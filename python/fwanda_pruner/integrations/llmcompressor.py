@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fwanda_kernels as fk
 
 from ..budgets import keep_budgets
-from ..calibrate import Statistics, calibrate, warn_unseen
+from ..calibrate import calibrate, unseen_layer
 from ..config import PruneConfig
 from ..errors import UserError
 from ..model import Target, check_model
@@ -85,7 +85,7 @@ class FWandaModifier(SparsityModifierBase):
     _config: PruneConfig = PrivateAttr()
     _pending: dict[nn.Module, Target] = PrivateAttr(default_factory=dict)
     _budgets: dict[str, Tensor] | None = PrivateAttr(default=None)
-    _inputs: Statistics = PrivateAttr(default_factory=Statistics)
+    _inputs: dict[str, fk.LayerStatistics] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _read_settings(self) -> FWandaModifier:
@@ -120,32 +120,29 @@ class FWandaModifier(SparsityModifierBase):
             check_model(state.model, targets, self._config)
             self._budgets = self._measure_budgets(state.model, targets, state.data.calib)
         self._pending = {t.module: t for t in targets}
-        self._inputs = Statistics()
+        self._inputs = {}
         for target in targets:
             self.register_hook(target.module, self.calibrate_module, "forward")
 
     def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
         """Forward hook: add the squared sums of the input's columns."""
         x, name = args[0].detach(), self._pending[module].name
-        if name not in self._inputs.x2:
-            self._inputs.x2[name] = torch.zeros(x.shape[-1], device=x.device)
-            self._inputs.n_tokens[name] = 0
-        fk.accumulate_sq_sums_(self._inputs.x2[name], x)
-        self._inputs.n_tokens[name] += x.shape[:-1].numel()
+        if name not in self._inputs:
+            self._inputs[name] = fk.LayerStatistics(torch.zeros(x.shape[-1], device=x.device), None, n_tokens=0)
+        fk.accumulate_sq_sums_(self._inputs[name].x2, x)
+        self._inputs[name].n_tokens += x.shape[:-1].numel()
 
     def compress_modules(self) -> None:
         """Prune the modules whose inputs have been measured."""
-        self._prune([t for t in self._pending.values() if t.name in self._inputs.x2])
+        self._prune([t for t in self._pending.values() if t.name in self._inputs])
 
     def on_calibration_end(self, state, event, **kwargs) -> None:
         """Prune what saw no token by magnitude, and remove the hooks."""
         super().on_calibration_end(state, event, **kwargs)
         unseen = list(self._pending.values())
         for target in unseen:
-            warn_unseen(target)
             with disable_offloading():
-                self._inputs.x2[target.name] = torch.zeros(target.weight.shape[1], device=target.weight.device)
-            self._inputs.n_tokens[target.name] = 0
+                self._inputs[target.name] = unseen_layer(target)
         self._prune(unseen)
         self._budgets = None
 
@@ -183,7 +180,7 @@ class FWandaModifier(SparsityModifierBase):
             return
         with disable_offloading():
             weights = [t.weight for t in targets]
-            norms = [self._inputs.norm(t.name) for t in targets]
+            norms = [self._inputs[t.name].norm for t in targets]
             flags = torch.zeros(len(targets), dtype=torch.int32, device=weights[0].device)
             if self._budgets is not None:
                 fk.foreach_row_topk_prune_(weights, norms, [self._budgets[t.name] for t in targets], bad=flags)
@@ -192,9 +189,9 @@ class FWandaModifier(SparsityModifierBase):
                     fk.nm_prune_(weight, norm, *self._config.nm, bad=flag)
             for target, weight, flag in zip(targets, weights, flags.tolist(), strict=True):
                 if flag:
-                    raise UserError(f"{target.name} has NaN or inf among its weights or the norms of its inputs")
+                    raise UserError(fk.bad_message(target.name, flag))
                 update_offload_parameter(target.module, "weight", weight)
-                del self._pending[target.module], self._inputs.x2[target.name]
+                del self._pending[target.module], self._inputs[target.name]
 
 
 def _windows(samples: Iterable) -> list[Tensor]:

@@ -20,9 +20,11 @@ from torch.nn.utils import prune
 
 import fwanda_kernels as fk
 
+from ..budgets import global_budgets
+from ..config import PruneConfig
 from ..errors import UserError
 from . import check_linear, check_version
-from ._budgets import check_finite, exact_fraction, kept, norms, row_budgets
+from ._budgets import check_finite, checked_norm, exact_fraction, kept, row_budgets
 
 check_version("torch", torch.__version__, "2.10", "2.13")
 
@@ -82,7 +84,7 @@ def wanda_unstructured(
     """
     removed = _fraction(amount)
     mask = _mask(module, name, statistics)
-    scale = norms(_title(module), statistics.x2, statistics.n_tokens)
+    scale = checked_norm(_title(module), statistics)
     left = mask.count_nonzero(1).tolist()
     kept_of_left = {count: kept(count, removed) for count in set(left)}
     keep = torch.tensor([kept_of_left[count] for count in left], device=mask.device)
@@ -112,9 +114,9 @@ def fwanda_unstructured(
     left = mask.count_nonzero(1).tolist()
     if len(set(left)) > 1:
         raise UserError(f"{title} has {min(left)} to {max(left)} unpruned weights in a row; F-Wanda needs equal rows")
-    scale = norms(title, statistics.x2, statistics.n_tokens)
+    scale = checked_norm(title, statistics)
     total = kept(sum(left), removed)
-    keep = row_budgets(title, statistics.g2, statistics.n_tokens, total, k_max=left[0], power=power)
+    keep = row_budgets(title, statistics, total, k_max=left[0], power=power)
     WandaUnstructured.apply(module, name, scale=scale, keep=keep)
     return module
 
@@ -155,43 +157,17 @@ def global_fwanda_unstructured(
     left = [mask.count_nonzero(1) for mask in masks]
     total, size = kept(sum(int(k.sum()) for k in left), removed), sum(mask.numel() for mask in masks)
 
-    sparsity = str(Fraction(size - total, size))
-    budgets = _global_budgets(parameters, layers, sparsity, row_exponent, layer_exponent)
-    keeps = _within(budgets, left)
-    scales = [norms(_title(m), s.x2, s.n_tokens) for (m, _), s in zip(parameters, layers, strict=True)]
-    for (module, name), scale, keep in zip(parameters, scales, keeps, strict=True):
-        WandaUnstructured.apply(module, name, scale=scale, keep=keep)
-
-
-def _global_budgets(
-    parameters: list[tuple[nn.Module, str]],
-    layers: list[fk.LayerStatistics],
-    sparsity: str,
-    row_exponent: float,
-    layer_exponent: float,
-) -> list[Tensor]:
-    """[R] int64 weights kept in each row of each module, by the pruner's global allocation."""
-    from ..budgets import keep_budgets
-    from ..calibrate import Statistics
-    from ..config import PruneConfig
-    from ..model import Target
-
-    targets = [Target(str(i), i, module) for i, (module, _) in enumerate(parameters)]
-    named = {t.name: layer for t, layer in zip(targets, layers, strict=True)}
-    statistics = Statistics(
-        x2={name: layer.x2 for name, layer in named.items()},
-        g2={name: layer.g2 for name, layer in named.items()},
-        n_tokens={name: layer.n_tokens for name, layer in named.items()},
-    )
     config = PruneConfig(
         method="fwanda",
         allocation="global",
-        sparsity=sparsity,
+        sparsity=str(Fraction(size - total, size)),
         row_exponent=row_exponent,
         layer_exponent=layer_exponent,
     )
-    budgets = keep_budgets(config, targets, statistics)
-    return [budgets[t.name] for t in targets]
+    keeps = _within(global_budgets(config, [module.weight.detach() for module, _ in parameters], layers), left)
+    scales = [checked_norm(_title(m), s) for (m, _), s in zip(parameters, layers, strict=True)]
+    for (module, name), scale, keep in zip(parameters, scales, keeps, strict=True):
+        WandaUnstructured.apply(module, name, scale=scale, keep=keep)
 
 
 def _within(counts: list[Tensor], left: list[Tensor]) -> list[Tensor]:
