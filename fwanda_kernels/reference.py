@@ -16,7 +16,7 @@ _BAD_TEXT = {
     BAD_SCALE: "scale must be finite and >= 0",
     BAD_KEEP: "keep must be in [0, C]",
 }
-_CHUNK_TOKENS = 4096
+_SLAB_TOKENS, _CHUNK_TOKENS = 256, 4096
 _HIGH_BITS, _LOW_BITS = 15, 16
 
 
@@ -57,8 +57,9 @@ def check_selection(op: str, weight: Tensor, scale: Tensor, keep: Tensor, bad: T
 
 
 def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
-    for rows in _token_chunks(x, token_mask):
-        acc.add_(rows.double().square().sum(0))
+    slabs = [rows.float().square().sum(0) for rows in _token_chunks(x, token_mask, _SLAB_TOKENS)]
+    if slabs:
+        acc.add_(torch.stack(slabs).double().sum(0))
 
 
 def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask: Tensor | None) -> None:
@@ -67,18 +68,18 @@ def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask
 
 
 def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
-    for rows in _token_chunks(x, token_mask):
+    for rows in _token_chunks(x, token_mask, _CHUNK_TOKENS):
         rows = rows.float()
         hessian.addmm_(rows.T, rows)
 
 
-def _token_chunks(x: Tensor, token_mask: Tensor | None):
+def _token_chunks(x: Tensor, token_mask: Tensor | None, size: int):
     """[t, C] pieces of x with masked tokens zeroed, so that no copy of the whole input is made."""
     rows = x.flatten(0, -2)
     kept = None if token_mask is None else token_mask.reshape(-1, 1)
-    for a in range(0, rows.shape[0], _CHUNK_TOKENS):
-        piece = rows[a : a + _CHUNK_TOKENS]
-        yield piece if kept is None else piece.masked_fill(~kept[a : a + _CHUNK_TOKENS], 0)
+    for a in range(0, rows.shape[0], size):
+        piece = rows[a : a + size]
+        yield piece if kept is None else piece.masked_fill(~kept[a : a + size], 0)
 
 
 # select
