@@ -2,7 +2,7 @@
 
     python benchmarks/render.py benchmarks/results/ops-CARD-DATE.json [MORE.json ...]
 
-A row of a later file replaces the one of an earlier file. Writes the table between the markers of README.md, and the
+A later file only adds the rows that the earlier ones lack. Writes the table between the markers of README.md, and the
 bars beside the first file as PNG.
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
         if facts and facts["card"] != result["card"]:
             parser.error(f"{path} is of {result['card']}, {paths[0]} of {facts['card']}")
         facts = facts or result
-        rows |= {(row["op"], row["case"]): row for row in result["rows"]}
+        rows = {(row["op"], row["case"]): row for row in result["rows"]} | rows
     head, rest = README.read_text().split(BEGIN)
     lines = table(facts, list(rows.values()), paths)
     README.write_text(head + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.split(END)[1])

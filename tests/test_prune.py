@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fwanda_pruner
@@ -106,6 +107,18 @@ def test_a_matrix_without_tokens_is_pruned_by_magnitude_and_named(method, alloca
     assert int((found == 0).sum()) == weight.numel() // 2
     assert weight[found == 0].abs().max() < weight[found != 0].abs().quantile(0.8)
     assert method == "magnitude" or any("layers.0.up saw no calibration token" in line for line in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("method", "order"), [("wanda", "sequential"), ("sparsegpt", "sequential"), ("fwanda", "onepass")]
+)
+def test_a_block_without_targets_is_passed_through(method, order):
+    model = tiny.llama(blocks=3)
+    for module in [m for m in model.model.layers[1].modules() if isinstance(m, torch.nn.Linear)]:
+        module.__class__ = type("OtherLinear", (torch.nn.Module,), {"forward": torch.nn.Linear.forward})
+    report = prune(model, method=method, order=order)
+    pruned = {row.name.split(".")[2] for row in report.matrices if row.skipped is None}
+    assert pruned == {"0", "2"} and sum(row.skipped is not None for row in report.matrices) == 7
 
 
 def test_a_matrix_that_is_no_linear_layer_is_listed_as_left_dense():
@@ -298,10 +311,25 @@ def test_the_model_keeps_its_mode_and_flags():
     assert model.training and all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
-def test_memory_does_not_follow_max_position_embeddings():
-    assert tiny.llama().config.max_position_embeddings == 131072
-    report = prune(tiny.llama(), method="sparsegpt")
-    assert report.peak_memory_bytes < 4 * 2**30
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns inside the block."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("method", ["wanda", "fwanda", "sparsegpt"])
+def test_memory_does_not_follow_max_position_embeddings(method):
+    model = tiny.llama()
+    assert model.config.max_position_embeddings == 131072
+    with LargestTensor() as seen:
+        prune(model, method=method)
+    assert 0 < seen.largest < 131072
 
 
 @pytest.mark.parametrize("nsamples", [1, 7, 300])

@@ -102,7 +102,8 @@ class Statistics:
         Raises:
             UserError: naming the tensor.
         """
-        if set(self.x2) != {t.name for t in targets} or self.weights not in (None, fingerprint(targets)):
+        other_weights = self.weights is not None and self.weights != fingerprint(targets)
+        if set(self.x2) != {t.name for t in targets} or other_weights:
             raise UserError("the statistics are of another model; measure them on this one by fwanda calibrate")
         named: dict[str, Tensor] = {}
         for target in targets:
@@ -129,12 +130,11 @@ class Statistics:
 
 def fingerprint(targets: list[Target]) -> str:
     """sha256 of a sample of each dense weight, in fp32: tells models of one shape apart."""
-    digest = hashlib.sha256()
-    for target in targets:
-        rows, cols = target.weight.shape
-        sample = target.weight[:: max(1, rows // 8), :: max(1, cols // 8)]
-        digest.update(sample.float().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    samples = []
+    for weight in (t.weight for t in targets):
+        rows, cols = weight.shape
+        samples.append(weight[:: max(1, rows // 8), :: max(1, cols // 8)].float().flatten())
+    return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
 
 def warn_unseen(target: Target) -> None:

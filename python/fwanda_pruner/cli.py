@@ -214,7 +214,6 @@ def _calibrate(args: argparse.Namespace) -> None:
     if output.exists():
         Statistics.load(output)  # never replace another kind of file
     _check_text(calibration=config.calibration)
-
     model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
     statistics = pipeline.collect(model, tokenizer, config=config)
     statistics.save(output)
@@ -242,11 +241,8 @@ def _eval(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     from .report import Report, table
 
-    print(table([(_label(path, report), report) for path in args.reports for report in [Report.load(path)]]))
-
-
-def _label(path: str, report) -> str:
-    return f"{path} ({report.config.get('model')})"
+    reports = {path: Report.load(path) for path in args.reports}
+    print(table([(f"{path} ({report.config.get('model')})", report) for path, report in reports.items()]))
 
 
 def _demo(args: argparse.Namespace) -> None:

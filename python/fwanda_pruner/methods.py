@@ -72,7 +72,7 @@ def _by_score(job: Job) -> list[MatrixRow]:
     for index, targets in tqdm(
         _by_block(job.targets), desc="prune", unit="block", disable=None if job.progress else True
     ):
-        if stream is not None:
+        if stream is not None and targets:
             statistics = _measured_inputs(stream, index, targets)
         if targets:
             flags.append(_select(config, targets, statistics, budgets))
