@@ -13,11 +13,12 @@ from tqdm import tqdm
 import fwanda_kernels as fk
 
 from .budgets import floored_omega, keep_budgets, keep_total
-from .calibrate import BlockStream, Statistics, warn_unseen
+from .calibrate import Statistics, warn_unseen
 from .config import PruneConfig
 from .errors import UserError
 from .model import Target
 from .report import MatrixRow
+from .stream import BlockStream
 
 _DAMPING, _DAMPING_RETRIES = 0.01, 4
 
