@@ -42,6 +42,15 @@ def define(schema: str, *, family: str, fake: Callable) -> Callable:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
+def define_composite(schema: str, function: Callable) -> Callable:
+    """Declare an op that returns nothing and is made of others, opaque to tracing; returns its overload."""
+    name = schema.split("(")[0]
+    _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_: None, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
 def _serve(name: str, device: str) -> Callable:
     def run(*args, **kwargs):
         for backend in _candidates(device):

@@ -4,12 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ._dispatch import define_composite
 from .ops import accumulate_gram_, accumulate_sq_sums_
+
+_SUMS = "_fwanda_sums"  # the attribute of a hooked module that holds its sums
+
+
+def _observe_input(x2: Tensor, tokens: Tensor, x: Tensor, mask: Tensor | None) -> None:
+    mask = None if mask is None else mask.to(x.device)
+    accumulate_sq_sums_(x2, x, token_mask=mask)
+    tokens += x.shape[:-1].numel() if mask is None else int(mask.sum())
+
+
+_observe_input_ = define_composite(
+    "observe_input_(Tensor(a!) x2, Tensor(b!) tokens, Tensor x, Tensor? mask) -> ()", _observe_input
+)
+
+
+class _ObserveGradient(torch.autograd.Function):
+    """The identity; its backward adds the squares of the gradient to g2. Hooks on tensors cannot be compiled."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, sums: _Sums) -> Tensor:
+        ctx.g2, ctx.mask = sums.g2, sums.mask
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        accumulate_sq_sums_(ctx.g2, gradient, token_mask=ctx.mask)
+        return gradient, None
+
+
+def _observe(sums: _Sums, x: Tensor, output: Tensor) -> Tensor | None:
+    """The hook of compiled code, which finds all state on the module: blocks share one graph."""
+    if sums.leads:
+        x2, tokens = sums.compiled
+        _observe_input_(x2, tokens, x.detach(), sums.mask)
+    return _ObserveGradient.apply(output, sums) if output.requires_grad else None
 
 
 class _LastInput:
@@ -31,6 +68,14 @@ class _LastInput:
 
     def clear(self) -> None:
         self._key = self.value = None
+
+
+@dataclass
+class _Reduced:
+    """Squared sums [C] of one input, and the sums of the module that was called with it first."""
+
+    x2: Tensor
+    leader: _Sums | None = None
 
 
 class LayerStatistics:
@@ -59,12 +104,41 @@ class LayerStatistics:
         return self.g2.double() / max(self.n_tokens, 1)
 
 
+class _Sums:
+    """What one hooked module adds to. An attribute of the module, since compiled code finds tensors only there.
+
+    Attributes:
+        x2, g2: fp32 sums; x2 without the tokens of compiled calls, which `compiled` holds.
+        n_tokens: tokens of the calls that were not compiled.
+        compiled: the (x2 [C] fp32, tokens [1] int64 on the CPU) of the compiled calls of the module that is called
+            first with an input; modules with the same input share them.
+        leads: whether this is that module.
+        mask: token_mask.
+    """
+
+    def __init__(self, x: Tensor, output: Tensor, mask: Tensor | None, leader: _Sums | None):
+        self.x2 = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
+        self.g2 = torch.zeros(output.shape[-1], dtype=torch.float32, device=output.device)
+        self.n_tokens = 0
+        self.leads = leader is None
+        own = (torch.zeros_like(self.x2), torch.zeros(1, dtype=torch.int64))
+        self.compiled = own if leader is None else leader.compiled
+        self.mask = mask
+
+    def total(self) -> LayerStatistics:
+        x2, tokens = self.compiled
+        return LayerStatistics(self.x2 + x2, self.g2, self.n_tokens + int(tokens))
+
+
 class collect_statistics(Mapping):  # noqa: N801  used like a function
     """Context manager that sums squares of the inputs and of the output gradients of linear layers.
 
     Inside the block, or between start() and stop(), run forward passes, and backward passes for g2, any number of
     times. A token counts once: inputs that modules share (q/k/v, gate/up) are reduced once, and a forward pass repeated
     by activation checkpointing is ignored. The loss must be a SUM over tokens: with a mean, g2 depends on the batch.
+
+    Code that torch.compile makes is measured too, if all modules ran without it inside the block before: which of them
+    share an input is taken from there. Checkpointing of compiled code is not told from a second pass.
 
     Args:
         modules: name -> linear module (anything with one input [..., C], one output [..., R] and a 2-D weight).
@@ -73,7 +147,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         token_mask: [B, L] bool for the next forward pass, False = padding; None (default) counts every position.
         unseen: names of the modules that were never called; they have no entry.
 
-    `stats[name]` is a LayerStatistics.
+    `stats[name]` is a LayerStatistics: the sums so far.
 
     Raises:
         ValueError: in a forward pass, when an input's leading shape is not that of token_mask.
@@ -88,19 +162,19 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self._modules = dict(modules)
-        self._statistics: dict[str, LayerStatistics] = {}
+        self._sums: dict[str, _Sums] = {}
         self._handles: list = []
         self._last_input = _LastInput()
         self.token_mask = None
 
     def __getitem__(self, name: str) -> LayerStatistics:
-        return self._statistics[name]
+        return self._sums[name].total()
 
     def __iter__(self):
-        return iter(self._statistics)
+        return iter(self._sums)
 
     def __len__(self) -> int:
-        return len(self._statistics)
+        return len(self._sums)
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -112,22 +186,28 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             raise ValueError(f"collect_statistics: token_mask must be bool, got {mask.dtype}")
         self._token_mask = mask
         self._kept_tokens = None if mask is None else int(mask.sum())
+        for sums in self._sums.values():
+            sums.mask = mask
 
     @property
     def unseen(self) -> list[str]:
-        return [name for name in self._modules if name not in self._statistics]
+        return [name for name in self._modules if name not in self._sums]
 
     def start(self) -> None:
         """Hook the modules; a start while started changes nothing, one after stop() goes on adding."""
         if self._handles:
             return
         for name, module in self._modules.items():
+            if name in self._sums:
+                setattr(module, _SUMS, self._sums[name])
             self._handles.append(module.register_forward_hook(self._forward_hook(name), with_kwargs=True))
 
     def stop(self) -> None:
         """Remove the hooks; the sums stay."""
         for handle in self._handles:
             handle.remove()
+        for module in self._modules.values():
+            module.__dict__.pop(_SUMS, None)
         self._handles.clear()
         self._last_input.clear()
 
@@ -139,23 +219,17 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         self.stop()
 
     def _forward_hook(self, name: str):
-        def hook(_module, args, kwargs, output):
+        def hook(module, args, kwargs, output):
             x = _first_input(args, kwargs)
+            if torch.compiler.is_compiling():
+                return _observe(getattr(module, _SUMS), x, output)
             mask = self._check_mask(name, x)
-            layer = self._statistics.get(name)
-            if layer is None:
-                with torch.inference_mode(False):  # so that later passes may add to them outside inference mode
-                    layer = LayerStatistics(
-                        torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device),
-                        torch.zeros(output.shape[-1], dtype=torch.float32, device=output.device),
-                        n_tokens=0,
-                    )
-                self._statistics[name] = layer
             if not _recomputing():
-                layer.x2 += self._squared_sums(x, mask)
-                layer.n_tokens += x.shape[:-1].numel() if mask is None else self._kept_tokens
+                self._add_input(name, module, x, mask, output)
             if output.requires_grad:
-                output.register_hook(lambda g: accumulate_sq_sums_(layer.g2, g, token_mask=mask))
+                g2 = self._sums[name].g2
+                output.register_hook(lambda g: accumulate_sq_sums_(g2, g, token_mask=mask))
+            return None
 
         return hook
 
@@ -170,13 +244,21 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             )
         return mask.to(x.device)
 
-    def _squared_sums(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """[C] sums of one input; modules called with the same tensor share them."""
+    def _add_input(self, name: str, module: nn.Module, x: Tensor, mask: Tensor | None, output: Tensor) -> None:
+        """Add the sums of one input; modules called with the same tensor share them."""
         if not self._last_input.matches(x, self._token_mask):
-            sums = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
-            accumulate_sq_sums_(sums, x.detach(), token_mask=mask)
-            self._last_input.keep(x, self._token_mask, sums)
-        return self._last_input.value
+            x2 = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
+            accumulate_sq_sums_(x2, x.detach(), token_mask=mask)
+            self._last_input.keep(x, self._token_mask, _Reduced(x2))
+        reduced = self._last_input.value
+        if name not in self._sums:
+            with torch.inference_mode(False):  # so that later passes may add to them outside inference mode
+                self._sums[name] = _Sums(x, output, self._token_mask, reduced.leader)
+            setattr(module, _SUMS, self._sums[name])
+        sums = self._sums[name]
+        reduced.leader = reduced.leader or sums
+        sums.x2 += reduced.x2
+        sums.n_tokens += x.shape[:-1].numel() if mask is None else self._kept_tokens
 
 
 @contextmanager

@@ -185,7 +185,8 @@ def test_a_bad_value_that_only_the_selection_meets_is_named():
     targets[3].module.weight.data[2, 1] = torch.inf
     config = PruneConfig(method="wanda", sparsity="0.5").resolved()
     with pytest.raises(UserError, match=f"{targets[3].name}: weight has NaN or inf values"):
-        prune_targets(Job(config, model, targets, None, statistics, progress=False))
+        budgets = keep_budgets(config, targets, statistics)
+        prune_targets(Job(config, model, targets, None, statistics, budgets, progress=False))
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])

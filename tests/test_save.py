@@ -60,6 +60,7 @@ def pruned_model(tied=True, dtype=torch.float32):
         bos=False,
         warnings=[],
         omega_floored_rows=None,
+        passes=None,
     )
     return model, report
 

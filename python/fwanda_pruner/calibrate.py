@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import fwanda_kernels as fk
 
 from .errors import UserError
-from .model import Target
+from .model import Target, find_blocks
+from .passes import Passes, PassSettings
 from .save import atomic_file
 
 
@@ -34,6 +34,7 @@ class Statistics:
         fisher: whose labels the loss used; None without g2.
         text: the settings of the text: calibration, nsamples, seqlen, seed.
         weights: fingerprint() of the dense model; None if unknown.
+        passes: how the passes ran, the fields of PassFacts; None if they ran block by block.
     """
 
     x2: dict[str, Tensor] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Statistics:
     fisher: str | None = None
     text: dict = field(default_factory=dict)
     weights: str | None = None
+    passes: dict | None = None
 
     def layer(self, name: str) -> fk.LayerStatistics:
         """The sums of one target, which give its norm and omega."""
@@ -150,44 +152,49 @@ def unseen_layer(target: Target) -> fk.LayerStatistics:
 
 
 def calibrate(
-    model: nn.Module, tokens: Tensor, targets: list[Target], *, fisher: str | None = "empirical", progress: bool = True
+    model: nn.Module,
+    tokens: Tensor,
+    targets: list[Target],
+    *,
+    fisher: str | None = "empirical",
+    settings: PassSettings | None = None,
+    progress: bool = True,
 ) -> Statistics:
-    """Statistics of the targets from one forward and, with fisher, one activation-only backward pass per window.
+    """Statistics of the targets from one forward and, with fisher, one activation-only backward pass over the text.
 
     Args:
         model: a causal language model in eval mode; its parameters and flags are as before afterwards.
         tokens: [S, L] int64 windows without padding.
         targets: from find_targets().
         fisher: "empirical" (the labels are the text), or None for the forward pass alone.
+        settings: how the passes run.
         progress: show a bar.
 
     Returns:
         Statistics on the model's device.
 
+    Raises:
+        UserError: the memory does not suffice, or the blocks cannot be compiled though they should be.
+
     The loss is the SUM of the next-token losses, so that omega does not depend on the window length. All parameters are
     frozen: the backward pass forms gradients of activations only. Source: the paper, algorithm 1.
     """
-    statistics = Statistics(fisher=fisher, weights=fingerprint(targets))
     label = "calibrate" if fisher is None else "calibrate (forward and backward)"
-    modules = {t.name: t.module for t in targets}
+    passes = Passes(
+        model=model,
+        blocks=find_blocks(model)[1],
+        modules={t.name: t.module for t in targets},
+        tokens=tokens,
+        backward=fisher is not None,
+        settings=settings or PassSettings(),
+        label=label if progress else None,
+    )
     with torch.inference_mode(False), torch.enable_grad(), _frozen(model, fisher is not None):
-        with fk.collect_statistics(modules) as collected:
-            for window in tqdm(tokens, desc=label, unit="seq", disable=None if progress else True):
-                ids = window[None].to(model_device(model))
-                if fisher is not None:
-                    summed_loss(model, ids).backward()
-                    continue
-                with torch.no_grad():
-                    model.base_model(input_ids=ids, use_cache=False)
+        collected, facts = passes.run()
+    statistics = Statistics(fisher=fisher, weights=fingerprint(targets), passes=asdict(facts))
     for target in targets:
         statistics.add(target, collected)
     return statistics
-
-
-def summed_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """Sum of the next-token losses of ids [B, L], in fp32."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
 @contextmanager

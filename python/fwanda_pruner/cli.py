@@ -13,7 +13,7 @@ import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
-from .config import PruneConfig
+from .config import PASS_SETTINGS, PruneConfig
 from .errors import UserError
 
 _TEXT = ("calibration", "nsamples", "seqlen", "seed", "bos")
@@ -91,7 +91,7 @@ def _parser() -> _Parser:
 
     calibrate = _command(commands, "calibrate", _calibrate, "measure statistics once, to prune at any sparsity later")
     _add_model(calibrate)
-    _add_settings(calibrate, [*_TEXT, "fisher", *_PLACE])
+    _add_settings(calibrate, [*_TEXT, "fisher", *_PLACE, *PASS_SETTINGS])
     calibrate.add_argument("--output", metavar="FILE.safetensors", required=True, help="file to write")
 
     evaluate = _command(commands, "eval", _eval, "perplexity and sparsity of a model")

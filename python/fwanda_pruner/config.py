@@ -38,6 +38,8 @@ METHODS = {
 }
 FISHER_ALLOCATIONS = ("row", "global")
 DTYPES = ("float32", "bfloat16", "float16")
+SWITCH = ("auto", "on", "off")
+PASS_SETTINGS = ("micro_batch", "compile", "checkpointing", "max_memory")
 LARGEST_EXPONENT = 4
 LARGEST_GROUP = 1024
 _RANGES = {
@@ -100,10 +102,21 @@ class PruneConfig:
     eval_windows: int | None = _setting(None, "evaluate the first N windows only (default: all)", type=int)
     device: str = _setting("auto", "cpu, cuda, cuda:N, or auto: cuda where there is one")
     dtype: str | None = _setting(None, "compute and write in this dtype (default: as stored; GGUF: float32)", DTYPES)
+    micro_batch: str = _setting(
+        "auto", "calibration sequences in a pass; auto: as many as keep a GPU busy and fit its memory, 1 on a CPU"
+    )
+    compile: str = _setting(
+        "auto", "torch.compile the blocks for calibration; auto: where that saves more time than it takes", SWITCH
+    )
+    checkpointing: str = _setting(
+        "auto", "run each block twice instead of keeping its activations; auto: where memory is short", SWITCH
+    )
+    max_memory: str | None = _setting(None, "most memory that torch may take on a GPU, e.g. 16GiB (default: all)")
 
     def __post_init__(self):
-        if self.sparsity is not None:
-            object.__setattr__(self, "sparsity", str(self.sparsity))
+        for name in ("sparsity", "micro_batch"):  # numbers in YAML
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(getattr(self, name)))
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None and f.default is not None:
@@ -117,6 +130,7 @@ class PruneConfig:
         if self.method == "magnitude" and self.order == "sequential":
             raise UserError("--method magnitude reads no text, so there is no --order sequential; leave --order out")
         self._check_sparsity()
+        self._check_memory()
 
     def _check_value(self, name: str, value, metadata) -> None:
         """The type and range that a setting has on its own; None is left to resolved()."""
@@ -160,6 +174,22 @@ class PruneConfig:
                 f"--sparsity {self.sparsity} contradicts --pattern {self.pattern}, which keeps {n} of {m} and removes "
                 f"{float(1 - Fraction(n, m)):g}; give only one of them"
             )
+
+    def _check_memory(self) -> None:
+        if self.micro_batch != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", self.micro_batch):
+            raise UserError(f"--micro-batch must be auto or a number of sequences, got {self.micro_batch!r}")
+        if self.compile == self.checkpointing == "on":
+            raise UserError("--compile on contradicts --checkpointing on; give only one of them")
+        if self.max_memory is not None and not self.memory_limit:
+            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {self.max_memory!r}")
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes of max_memory; None without it."""
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])(i?)B", self.max_memory or "")
+        if match is None:
+            return None
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2])))
 
     @property
     def facts(self) -> Method:

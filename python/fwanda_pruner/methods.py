@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 import fwanda_kernels as fk
 
-from .budgets import floored_omega, keep_budgets, keep_total
+from .budgets import floored_omega, keep_total
 from .calibrate import Statistics, warn_unseen
 from .config import PruneConfig
 from .errors import UserError
@@ -33,6 +33,7 @@ class Job:
         targets: its matrices.
         tokens: [S, L] int64 calibration windows; None for methods and orders that read no text.
         statistics: of the dense model; None where the method needs none.
+        budgets: name -> [R] int64 weights kept in each row; None where the method needs none.
         progress: show bars.
     """
 
@@ -41,6 +42,7 @@ class Job:
     targets: list[Target]
     tokens: Tensor | None
     statistics: Statistics | None
+    budgets: dict[str, Tensor] | None
     progress: bool
 
 
@@ -65,9 +67,8 @@ def asked(config: PruneConfig, target: Target) -> int:
 
 
 def _by_score(job: Job) -> list[MatrixRow]:
-    """Magnitude, Wanda, F-Wanda: budgets, then the top of each row, a block at a time."""
-    config, statistics = job.config, job.statistics
-    budgets = keep_budgets(config, job.targets, statistics) if config.needs_budgets else None
+    """Magnitude, Wanda, F-Wanda: the top of each row, a block at a time."""
+    config, statistics, budgets = job.config, job.statistics, job.budgets
     stream = BlockStream(job.model, job.tokens) if config.order == "sequential" else None
     zeros_before, flags = _zeros(job.targets), []
     for index, targets in tqdm(
@@ -127,7 +128,7 @@ def _select(
 def _by_obs(job: Job) -> list[MatrixRow]:
     """SparseGPT and F-SparseGPT: block by block, one Hessian and one factor for each distinct input."""
     config = job.config
-    budgets = keep_budgets(config, job.targets, job.statistics) if config.needs_budgets else None
+    budgets = job.budgets
     stream = BlockStream(job.model, job.tokens)
     sequential = config.order == "sequential"
     for index, targets in tqdm(

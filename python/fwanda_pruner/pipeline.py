@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from . import data, evaluate
-from .budgets import count_floored_rows
+from .budgets import count_floored_rows, keep_budgets
 from .calibrate import Statistics, calibrate
-from .config import PruneConfig
+from .config import PASS_SETTINGS, PruneConfig
 from .energy import EnergyMeter
 from .errors import UserError
 from .methods import Job, prune_targets
 from .model import Skipped, Target, check_length, check_model, find_targets
+from .passes import PassSettings, limited_memory
 from .report import MatrixRow, Report, versions
 
 _TOKENS = "tokens"  # the source of text that came as token ids
@@ -29,9 +30,11 @@ _TEXT_SETTINGS = ("calibration", "nsamples", "seqlen", "seed")
 
 @dataclass
 class Stages:
-    """Seconds of each stage and the warnings met on the way."""
+    """Seconds of each stage, the peak of GPU memory, and the warnings met on the way."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    device: torch.device = torch.device("cpu")
     notes: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -41,8 +44,9 @@ class Stages:
         try:
             yield
         finally:
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
             self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - start, 3)
 
     @contextmanager
@@ -99,7 +103,7 @@ def prune(
         raise TypeError(f"give either config or settings, got both (settings: {', '.join(settings)})")
     config = config or PruneConfig.from_dict(settings)
     stages = Stages()
-    with stages.noting(), evaluate.evaluating(model):
+    with stages.noting(), evaluate.evaluating(model), limited_memory(model, config):
         return _Run(config, model, tokenizer, calibration, eval, statistics, stages, progress).prune()
 
 
@@ -109,14 +113,16 @@ def collect(
     """Statistics for any sparsity, pattern and allocation of wanda and fwanda, from one forward and backward pass.
 
     Args:
-        model, tokenizer, config, calibration, progress: as prune(); of the config the text settings and fisher count.
+        model, tokenizer, config, calibration, progress: as prune(); of the config the settings of the text, of fisher
+            and of the passes count.
 
     Raises:
         UserError: as prune().
     """
     stages = Stages()
-    text = PruneConfig(fisher=config.fisher, bos=config.bos, **{k: getattr(config, k) for k in _TEXT_SETTINGS})
-    with stages.noting(), evaluate.evaluating(model):
+    kept = ("fisher", "bos", *_TEXT_SETTINGS, *PASS_SETTINGS)
+    text = PruneConfig(**{name: getattr(config, name) for name in kept})
+    with stages.noting(), evaluate.evaluating(model), limited_memory(model, text):
         return _Run(text, model, tokenizer, calibration, None, None, stages, progress).collect()
 
 
@@ -206,7 +212,7 @@ class _Run:
         self.eval = eval if isinstance(eval, Tensor) else self.config.eval
         self.model, self.tokenizer, self.given = model, tokenizer, statistics
         self.stages, self.progress = stages, progress
-        self.device = next(model.parameters()).device
+        self.device = stages.device = next(model.parameters()).device
         self.tokens: Tensor | None = None
         self.bos: bool | None = {"none": False, "window": True}.get(self.config.bos)
         self.targets, self.skipped = plan(model, self.config)
@@ -224,9 +230,13 @@ class _Run:
             if note:
                 warnings.warn(note, stacklevel=2)
         with EnergyMeter(self.device) as energy:
-            statistics = self._statistics()
+            statistics, budgets = self._statistics(), None
+            if config.needs_budgets:
+                with self.stages.timed("budgets"):
+                    budgets = keep_budgets(config, self.targets, statistics)
             with self.stages.timed("prune"):
-                rows = prune_targets(Job(config, self.model, self.targets, self.tokens, statistics, self.progress))
+                job = Job(config, self.model, self.targets, self.tokens, statistics, budgets, self.progress)
+                rows = prune_targets(job)
         pruned = self.perplexity(windows, "pruned")
         return self._report(rows, statistics, windows, dense, pruned, energy.result)
 
@@ -286,7 +296,14 @@ class _Run:
 
     def _calibrated(self, fisher: str | None) -> Statistics:
         with self.stages.timed("calibrate"):
-            statistics = calibrate(self.model, self.tokens, self.targets, fisher=fisher, progress=self.progress)
+            statistics = calibrate(
+                self.model,
+                self.tokens,
+                self.targets,
+                fisher=fisher,
+                settings=PassSettings.of(self.config),
+                progress=self.progress,
+            )
             statistics.check(self.targets, fisher=fisher is not None)
         statistics.tokens_sha256, statistics.bos = data.tokens_sha256(self.tokens), self.bos
         statistics.text = {k: getattr(self.config, k) for k in _TEXT_SETTINGS}
@@ -326,11 +343,12 @@ class _Run:
             bos=self.bos,
             warnings=list(self.stages.notes),
             omega_floored_rows=count_floored_rows(statistics, self.targets) if uses_floor else None,
+            passes=None if statistics is None or self.given is not None else statistics.passes,
         )
 
     def _peak_memory(self) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return self.stages.peak_bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -64,6 +64,7 @@ class Report:
         bos: whether each window begins with BOS, None if no text was read.
         warnings: the warnings of the run, one line each.
         omega_floored_rows: rows whose omega met the floor, None if no method in use has one.
+        passes: how the calibration passes ran (micro_batch, compiled, checkpointing, compile_seconds), None without.
     """
 
     config: dict
@@ -79,6 +80,7 @@ class Report:
     bos: bool | None
     warnings: list[str]
     omega_floored_rows: int | None
+    passes: dict | None
 
     @property
     def sparsity(self) -> dict[str, float]:
@@ -241,6 +243,7 @@ _KINDS = {
     "bos": (bool, type(None)),
     "warnings": list,
     "omega_floored_rows": (int, type(None)),
+    "passes": (dict, type(None)),
 }
 _ROW_KINDS = {"name": str, "asked": int, "kept": int, "kept_zero": int, "skipped": (str, type(None))}
 

@@ -1,0 +1,273 @@
+"""Forward and backward passes over the calibration text, in micro-batches that fit the memory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+import fwanda_kernels as fk
+
+from .config import PruneConfig
+from .errors import UserError
+from .head import backward_of_summed_loss, find_decoder
+
+_BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
+_SPARE = 0.8  # of the free memory that a larger micro-batch may count on
+_COMPILE_SECONDS, _COMPILE_GAIN = 15, 0.25  # of a cold compilation; of the time of a pass (measured on an H100)
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """How the passes run. None of it changes the sums beyond rounding.
+
+    Attributes:
+        micro_batch: windows in a pass; None: as many as keep a GPU busy and fit its memory, 1 on a CPU.
+        compile: "on": torch.compile each block; "auto": where the time that it saves is more than it takes.
+        checkpointing: "on": keep the inputs of each block alone and run it again in the backward pass; "auto": when
+            one window does not fit otherwise.
+    """
+
+    micro_batch: int | None = None
+    compile: str = "auto"
+    checkpointing: str = "auto"
+
+    @classmethod
+    def of(cls, config: PruneConfig) -> PassSettings:
+        """Those of a run."""
+        size = None if config.micro_batch == "auto" else int(config.micro_batch)
+        return cls(size, config.compile, config.checkpointing)
+
+
+@dataclass
+class PassFacts:
+    """How the passes ran, for the report: windows in a pass, what was on, seconds that compiling took."""
+
+    micro_batch: int = 1
+    compiled: bool = False
+    checkpointing: bool = False
+    compile_seconds: float = 0.0
+
+
+@dataclass
+class Passes:
+    """All passes over the text.
+
+    Args:
+        model: a causal language model in eval mode.
+        blocks: its decoder blocks.
+        modules: name -> linear module to measure.
+        tokens: [S, L] int64 windows without padding.
+        backward: whether a backward pass of the summed loss follows each forward pass.
+        settings: how they run.
+        label: title of the progress bar; None shows none.
+    """
+
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    modules: Mapping[str, nn.Module]
+    tokens: Tensor
+    backward: bool
+    settings: PassSettings = field(default_factory=PassSettings)
+    label: str | None = None
+
+    def run(self) -> tuple[fk.collect_statistics, PassFacts]:
+        """Measure the modules, from the start again with less memory wherever the device runs out of it.
+
+        Raises:
+            UserError: one window does not fit, or the blocks cannot be compiled and compile is "on".
+        """
+        self.device = next(self.model.parameters()).device
+        wanted = self.settings.micro_batch
+        facts = PassFacts(min(wanted or 1, len(self.tokens)))
+        facts.checkpointing = self.backward and self.settings.checkpointing == "on"
+        grow, compile = wanted is None, "off" if facts.checkpointing else self.settings.compile
+        while True:
+            try:
+                return self._attempt(facts, grow, compile), facts
+            except torch.OutOfMemoryError:
+                exhausted = True  # the traceback holds the activations: go on once it is gone
+            except _CompileError as error:
+                if compile == "on":
+                    raise UserError(f"the blocks cannot be compiled, use --compile off: {error}") from error
+                warnings.warn(f"the blocks cannot be compiled, going on without: {error}", stacklevel=2)
+                exhausted, compile = False, "off"
+            if exhausted:
+                grow = False
+                self._shrink(facts)
+                compile = "off" if facts.checkpointing else compile
+            facts.compiled, facts.compile_seconds = False, 0.0
+
+    def _shrink(self, facts: PassFacts) -> None:
+        """Ask for less memory: half the micro-batch, then checkpointing."""
+        torch.cuda.empty_cache()
+        if facts.micro_batch > 1:
+            facts.micro_batch //= 2
+            todo = f"passes of {facts.micro_batch} windows"
+        elif self.backward and not facts.checkpointing and self.settings.checkpointing == "auto":
+            facts.checkpointing = True
+            todo = "checkpointing of each block"
+        else:
+            raise UserError(
+                f"a window of {self.tokens.shape[1]} tokens does not fit the memory of {self.device}; use a smaller "
+                f"--seqlen, a larger --max-memory, or --checkpointing on"
+            )
+        warnings.warn(f"{self.device} ran out of memory: calibrating from the start with {todo}", stacklevel=3)
+
+    def _attempt(self, facts: PassFacts, grow: bool, compile: str) -> fk.collect_statistics:
+        decoder = find_decoder(self.model)
+        compiled = _Compiled(self.blocks)
+        seconds: dict[bool, list[float]] = {True: [], False: []}  # of the first passes, by whether compiled
+        bar = tqdm(total=len(self.tokens), desc=self.label, unit="seq", disable=True if self.label is None else None)
+        with bar, self._checkpointing(facts.checkpointing), fk.collect_statistics(self.modules) as collected:
+            done = 0
+            while done < len(self.tokens):
+                # the first pass shows what memory a window takes and what modules share
+                first = done == 0
+                ids = self.tokens[done : done + (1 if first and grow else facts.micro_batch)].to(self.device)
+                whole = len(ids) == facts.micro_batch and not (first and grow)
+                with compiled.on(facts.compiled and whole), self._timed(seconds[facts.compiled and whole], whole):
+                    base = self._reset_peak() if first else 0
+                    self._pass(decoder, ids)
+                done += len(ids)
+                bar.update(len(ids))
+                if first and grow:
+                    facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
+                if not facts.compiled and compile != "off":
+                    facts.compiled = compile == "on" or self._worth_compiling(seconds[False], done, facts.micro_batch)
+        if len(seconds[True]) > 1:
+            facts.compile_seconds = max(0.0, seconds[True][0] - seconds[True][1])
+        return collected
+
+    def _pass(self, decoder: nn.Module, ids: Tensor) -> None:
+        if self.backward:
+            backward_of_summed_loss(self.model, decoder, ids)
+            return
+        with torch.no_grad():
+            decoder(input_ids=ids, use_cache=False)
+
+    @contextmanager
+    def _timed(self, seconds: list[float], whole: bool) -> Iterator[None]:
+        """Add the seconds of one of the first two whole passes of a kind; later ones do not wait for the device."""
+        if not whole or len(seconds) > 1:
+            yield
+            return
+        self._synchronize()
+        start = time.perf_counter()
+        yield
+        self._synchronize()
+        seconds.append(time.perf_counter() - start)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _worth_compiling(self, seconds: list[float], done: int, micro_batch: int) -> bool:
+        if self.device.type != "cuda" or len(seconds) < 2:
+            return False
+        return seconds[1] * _COMPILE_GAIN * (len(self.tokens) - done) / micro_batch > _COMPILE_SECONDS
+
+    def _reset_peak(self) -> int:
+        """Bytes allocated, from where the peak of the first pass counts."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def _micro_batch(self, base: int) -> int:
+        """Windows that keep the device busy, as far as they fit beside `base` bytes."""
+        if self.device.type != "cuda":
+            return 1
+        wanted = round(_BUSY / (self.model.config.get_text_config().hidden_size * self.tokens.shape[1]))
+        window = torch.cuda.max_memory_allocated(self.device) - base
+        return max(1, min(wanted, int(_SPARE * free_memory(self.device) / max(window, 1))))
+
+    @contextmanager
+    def _checkpointing(self, on: bool) -> Iterator[None]:
+        """Run each block again in the backward pass instead of keeping its activations."""
+        had = [block.__dict__.get("forward") for block in self.blocks]
+        for block in self.blocks if on else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        try:
+            yield
+        finally:
+            for block, forward in zip(self.blocks, had, strict=True):
+                block.__dict__.pop("forward", None)
+                if forward is not None:
+                    block.forward = forward
+
+
+@contextmanager
+def limited_memory(model: nn.Module, config: PruneConfig) -> Iterator[None]:
+    """Within the block, torch allocates no more than config.max_memory on the model's GPU.
+
+    Raises:
+        UserError: the model is not on a GPU, or takes that much already.
+    """
+    limit, device = config.memory_limit, next(model.parameters()).device
+    if limit is None:
+        yield
+        return
+    if device.type != "cuda":
+        raise UserError(f"--max-memory limits the memory of a GPU, but the model is on {device}; leave it out")
+    if limit <= torch.cuda.memory_allocated(device):
+        taken = torch.cuda.memory_allocated(device) / 2**30
+        raise UserError(f"--max-memory {config.max_memory} is less than the {taken:.1f} GiB of the loaded model")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info(device)[1]), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the process can still allocate on a CUDA device, what torch keeps in reserve included."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    reserved = torch.cuda.memory_reserved(device)
+    return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)
+
+
+class _CompileError(Exception):
+    """A block could not be compiled; one line."""
+
+
+class _Compiled:
+    """Compiled calls of the blocks, on for a pass at a time. Blocks of one structure share one graph."""
+
+    def __init__(self, blocks: Sequence[nn.Module]):
+        self.blocks = blocks
+        self.calls: list | None = None
+
+    @contextmanager
+    def on(self, wanted: bool) -> Iterator[None]:
+        if not wanted:
+            yield
+            return
+        calls = self.calls or [torch.compile(block._call_impl, dynamic=False) for block in self.blocks]
+        had = [vars(block).get("_compiled_call_impl") for block in self.blocks]
+        try:
+            for block, call in zip(self.blocks, calls, strict=True):
+                block._compiled_call_impl = call
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler raises; a pass that ran before has nothing left to raise
+            if self.calls is not None:
+                raise
+            raise _CompileError(" ".join(str(error).split())[:300] or type(error).__name__) from error
+        finally:
+            for block, call in zip(self.blocks, had, strict=True):
+                vars(block).pop("_compiled_call_impl")
+                if call is not None:
+                    block._compiled_call_impl = call
+        self.calls = calls

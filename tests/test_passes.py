@@ -1,0 +1,253 @@
+"""How calibration runs: micro-batches, checkpointing, compiled blocks and short memory change no sum."""
+
+from functools import partial
+
+import pytest
+import tiny
+import torch
+import transformers
+from torch import nn
+
+import fwanda_pruner
+from fwanda_pruner import passes
+from fwanda_pruner.calibrate import calibrate
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.head import backward_of_summed_loss, find_decoder
+from fwanda_pruner.model import find_targets
+from fwanda_pruner.passes import PassSettings
+
+SAMPLES, LENGTH = 7, 24
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1)
+    config.eos_token_id = 2
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+MODELS = {"llama": tiny.llama, "gpt2": gpt2, "vocabulary_150k": partial(tiny.llama, vocab_size=150_000)}
+
+
+def expected_sums(model, tokens) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """name -> (x2, g2) in float64, from the retained inputs and gradients of the whole summed loss."""
+    seen, sums = {}, {}
+
+    def hook_of(name):
+        def hook(_module, args, output):
+            output.retain_grad()
+            seen[name] = (args[0], output)
+
+        return hook
+
+    targets = find_targets(model)[0]
+    handles = [target.module.register_forward_hook(hook_of(target.name)) for target in targets]
+    model.double()
+    for ids in tokens:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()
+        for name, (x, output) in seen.items():
+            found = (x.detach().square().sum((0, 1)), output.grad.square().sum((0, 1)))
+            sums[name] = tuple(map(torch.add, sums[name], found)) if name in sums else found
+    for handle in handles:
+        handle.remove()
+    return sums
+
+
+def assert_close(statistics, expected, tokens: int) -> None:
+    assert statistics.x2.keys() == expected.keys()
+    for name, (x2, g2) in expected.items():
+        assert statistics.n_tokens[name] == tokens
+        torch.testing.assert_close(statistics.x2[name].double(), x2.double(), rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(statistics.g2[name].double(), g2.double(), rtol=1e-3, atol=1e-6, msg=name)
+
+
+def measure(model, tokens, **settings):
+    return calibrate(model, tokens, find_targets(model)[0], settings=PassSettings(**settings), progress=False)
+
+
+@pytest.fixture
+def quick_compile(monkeypatch):
+    """The graphs of torch.compile without its code generator, which takes half a minute on a CPU."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_equal_a_float64_restatement(name, monkeypatch):
+    monkeypatch.setattr("fwanda_pruner.head._LOGITS", 150_000 * 5)  # several slices of the head
+    tokens = tiny.tokens(3, LENGTH)
+    assert_close(measure(MODELS[name](), tokens), expected_sums(MODELS[name](), tokens), 3 * LENGTH)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch": 3},
+        {"micro_batch": SAMPLES},
+        {"micro_batch": 100},
+        {"micro_batch": 2, "checkpointing": "on"},
+        {"micro_batch": 2, "compile": "on"},
+        {"compile": "on"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sums_do_not_depend_on_how_the_passes_run(name, settings, quick_compile):
+    tokens = tiny.tokens(SAMPLES, LENGTH)
+    one = measure(MODELS[name](), tokens)
+    other = measure(MODELS[name](), tokens, **settings)
+    assert other.passes["compiled"] == ("compile" in settings)
+    assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sums_do_not_depend_on_the_attention(attention):
+    tokens = tiny.tokens(2, LENGTH)
+    model = tiny.llama(attn_implementation=attention)
+    assert model.config._attn_implementation == attention
+    assert_close(measure(model, tokens), expected_sums(tiny.llama(), tokens), 2 * LENGTH)
+
+
+def test_the_forward_pass_alone_may_be_compiled(quick_compile):
+    tokens = tiny.tokens(SAMPLES, LENGTH)
+    targets = find_targets(model := tiny.llama())[0]
+    found = calibrate(model, tokens, targets, fisher=None, settings=PassSettings(2, "on"), progress=False)
+    assert found.passes["compiled"] and not found.g2
+    one = measure(tiny.llama(), tokens)
+    for name, x2 in one.x2.items():
+        torch.testing.assert_close(found.x2[name], x2)
+        assert found.n_tokens[name] == SAMPLES * LENGTH
+
+
+def test_blocks_are_as_before_afterwards(quick_compile):
+    model = tiny.llama()
+    before = [dict(vars(module)) for module in model.modules()]
+    for settings in ({"compile": "on"}, {"checkpointing": "on"}):
+        measure(model, tiny.tokens(4, LENGTH), **settings)
+        for module, facts in zip(model.modules(), before, strict=True):
+            assert vars(module).keys() == facts.keys() and "forward" not in vars(module)
+            assert not module._forward_hooks and module._compiled_call_impl is None
+
+
+def failing_pass(monkeypatch, fails, error):
+    """Passes for which `fails(runner, ids)` holds do the forward pass and then raise."""
+    plain = passes.Passes._pass
+
+    def run(self, decoder, ids):
+        if fails(self, ids):
+            decoder(input_ids=ids, use_cache=False)
+            raise error
+        plain(self, decoder, ids)
+
+    monkeypatch.setattr(passes.Passes, "_pass", run)
+
+
+def test_out_of_memory_halves_the_micro_batch_and_counts_nothing_twice(monkeypatch):
+    tokens = tiny.tokens(SAMPLES, LENGTH)
+    one = measure(tiny.llama(), tokens)
+    failing_pass(monkeypatch, lambda _self, ids: len(ids) > 1, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.warns(UserWarning, match="ran out of memory"):
+        other = measure(tiny.llama(), tokens, micro_batch=4)
+    assert other.passes["micro_batch"] == 1 and not other.passes["checkpointing"]
+    assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
+
+
+def checkpointed(runner, _ids=None) -> bool:
+    return "forward" in vars(runner.blocks[0])
+
+
+def test_one_window_that_does_not_fit_is_checkpointed(monkeypatch):
+    tokens = tiny.tokens(SAMPLES, LENGTH)
+    one = measure(tiny.llama(), tokens)
+    failing_pass(monkeypatch, lambda self, ids: not checkpointed(self), torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.warns(UserWarning, match="checkpointing of each block"):
+        other = measure(tiny.llama(), tokens)
+    assert other.passes["checkpointing"]
+    assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpointing": "off"}, {"checkpointing": "on"}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*ran out of memory")
+def test_a_window_that_never_fits_is_one_line(monkeypatch, settings):
+    failing_pass(monkeypatch, lambda *_: True, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(UserError, match="a window of 24 tokens does not fit") as error:
+        measure(tiny.llama(), tiny.tokens(2, LENGTH), **settings)
+    assert "\n" not in str(error.value)
+
+
+def broken_compile(function, **_):
+    def call(*args, **kwargs):
+        raise RuntimeError("no compiler\nat all")
+
+    return call
+
+
+def test_blocks_that_cannot_be_compiled_are_one_line(monkeypatch):
+    monkeypatch.setattr(torch, "compile", broken_compile)
+    with pytest.raises(UserError, match="--compile off: no compiler at all$"):
+        measure(tiny.llama(), tiny.tokens(3, LENGTH), compile="on")
+
+
+def test_auto_goes_on_without_a_compiler(monkeypatch):
+    tokens = tiny.tokens(SAMPLES, LENGTH)
+    one = measure(tiny.llama(), tokens)
+    monkeypatch.setattr(torch, "compile", broken_compile)
+    monkeypatch.setattr(passes.Passes, "_worth_compiling", lambda self, seconds, *_: len(seconds) == 2)
+    with pytest.warns(UserWarning, match="cannot be compiled, going on without"):
+        other = measure(tiny.llama(), tokens)
+    assert not other.passes["compiled"]
+    assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
+
+
+def test_auto_does_not_compile_on_a_cpu():
+    assert not measure(tiny.llama(), tiny.tokens(4, LENGTH)).passes["compiled"]
+
+
+def test_the_head_keeps_what_the_model_does_after_its_decoder(monkeypatch):
+    """Gemma 2 caps its logits, so the head is more than a matrix."""
+    monkeypatch.setattr("fwanda_pruner.head._LOGITS", 64 * 5)
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.1,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    outputs = []
+    model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: outputs.append(out.requires_grad_(True)))
+    ids = tiny.tokens(2, LENGTH)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+    backward_of_summed_loss(model, find_decoder(model), ids)
+    torch.testing.assert_close(outputs[0].grad, outputs[1].grad)
+    assert "forward" not in vars(find_decoder(model))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"micro_batch": "0"}, "--micro-batch must be auto or a number of sequences, got '0'"),
+        ({"micro_batch": "x"}, "--micro-batch must be auto or a number of sequences, got 'x'"),
+        ({"compile": "maybe"}, "--compile must be one of auto, on, off, got 'maybe'"),
+        ({"compile": "on", "checkpointing": "on"}, "--compile on contradicts --checkpointing on"),
+        ({"max_memory": "16"}, "--max-memory must be a size above 0, e.g. 16GiB or 900MB, got '16'"),
+        ({"max_memory": "0GiB"}, "--max-memory must be a size above 0"),
+        ({"max_memory": "1GiB"}, "--max-memory limits the memory of a GPU, but the model is on cpu"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_one_line(settings, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(2, LENGTH), progress=False, **settings)
+
+
+def test_sizes_are_read_as_bytes():
+    sizes = {"16GiB": 16 << 30, "900MB": 900 * 10**6, "1.5GiB": 3 << 29, "2 TB": 2 * 10**12}
+    for text, size in sizes.items():
+        assert fwanda_pruner.PruneConfig(max_memory=text).memory_limit == size
+
+
+def test_the_report_says_how_the_passes_ran():
+    report = fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(4, LENGTH), micro_batch=2, progress=False)
+    assert report.passes == {"micro_batch": 2, "compiled": False, "checkpointing": False, "compile_seconds": 0.0}
+    assert {"calibrate", "budgets", "prune"} <= report.seconds.keys()
