@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ._dispatch import define_composite
-from .ops import accumulate_gram_, accumulate_sq_sums_
+from .ops import accumulate_gram_, accumulate_sq_sums_, foreach_accumulate_sq_sums_
 
+_GROUP, _GROUP_BYTES = 8, 1 << 28  # gradients in a launch
 _SUMS = "_fwanda_sums"  # the attribute of a hooked module that holds its sums
 
 
@@ -68,6 +69,36 @@ class _LastInput:
 
     def clear(self) -> None:
         self._key = self.value = None
+
+
+class _Pending:
+    """Gradients to be reduced, several in a launch. Autograd writes into none that is referred to."""
+
+    def __init__(self):
+        self._accs: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._mask: Tensor | None = None
+        self._bytes = 0
+
+    def add(self, acc: Tensor, gradient: Tensor, mask: Tensor | None) -> None:
+        if self._gradients and (mask is not self._mask or gradient.device != self._gradients[0].device):
+            self.flush()
+        if any(other is acc for other in self._accs):  # a module that was called twice
+            self.flush()
+        self._accs.append(acc)
+        self._gradients.append(gradient)
+        self._mask = mask
+        self._bytes += gradient.numel() * gradient.element_size()
+        if len(self._gradients) >= _GROUP or self._bytes >= _GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._gradients:
+            foreach_accumulate_sq_sums_(self._accs, self._gradients, token_mask=self._mask)
+        self.discard()
+
+    def discard(self) -> None:
+        self._accs, self._gradients, self._mask, self._bytes = [], [], None, 0
 
 
 @dataclass
@@ -165,9 +196,11 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         self._sums: dict[str, _Sums] = {}
         self._handles: list = []
         self._last_input = _LastInput()
+        self._pending = _Pending()
         self.token_mask = None
 
     def __getitem__(self, name: str) -> LayerStatistics:
+        self._pending.flush()
         return self._sums[name].total()
 
     def __iter__(self):
@@ -210,12 +243,15 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             module.__dict__.pop(_SUMS, None)
         self._handles.clear()
         self._last_input.clear()
+        self._pending.flush()
 
     def __enter__(self) -> collect_statistics:
         self.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
+        if kind is not None:
+            self._pending.discard()  # so that they hold no memory, and raise nothing
         self.stop()
 
     def _forward_hook(self, name: str):
@@ -228,7 +264,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
                 self._add_input(name, module, x, mask, output)
             if output.requires_grad:
                 g2 = self._sums[name].g2
-                output.register_hook(lambda g: accumulate_sq_sums_(g2, g, token_mask=mask))
+                output.register_hook(lambda g: self._pending.add(g2, g, mask))
             return None
 
         return hook

@@ -156,7 +156,12 @@ def test_shared_inputs_are_reduced_once(mode, monkeypatch):
         widths.append(x.shape[-1])
         fk.accumulate_sq_sums_(acc, x, **kwargs)
 
+    def count_all(accs, xs, **kwargs):
+        widths.extend(x.shape[-1] for x in xs)
+        fk.foreach_accumulate_sq_sums_(accs, xs, **kwargs)
+
     monkeypatch.setattr(hooks, "accumulate_sq_sums_", count)
+    monkeypatch.setattr(hooks, "foreach_accumulate_sq_sums_", count_all)
     with fk.collect_statistics(linears(model)):
         output = model(ids, mode)
         assert widths == [WIDTH, WIDTH, WIDTH, 12] * 2  # q/k/v, o, gate/up, down

@@ -24,6 +24,7 @@ def make_report(**changes) -> Report:
         seconds={"calibrate": 1.5, "prune": 2.0},
         peak_memory_bytes=2**30,
         energy="not measured: device is cpu",
+        energy_details={"total": "not measured: device is cpu", "phases": {}},
         versions={"torch": "2"},
         tokens_sha256="cd" * 32,
         bos=True,
@@ -67,7 +68,8 @@ def test_round_trip_through_strict_json(changes):
 def test_stable_keys():
     assert set(make_report().to_dict()) == {
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
-        "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "model_parameters", "model_zeros",
+        "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details",
+        "model_parameters", "model_zeros",
     }  # fmt: skip
 
 

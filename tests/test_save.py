@@ -55,6 +55,7 @@ def pruned_model(tied=True, dtype=torch.float32):
         seconds={"prune": 1.0},
         peak_memory_bytes=1,
         energy="not measured: device is cpu",
+        energy_details={},
         versions={},
         tokens_sha256=None,
         bos=False,

@@ -81,9 +81,9 @@ class PruneConfig:
     layer_exponent: float = _setting(0.5, "damping exponent c of the global allocation across layers", type=float)
     order: str | None = _setting(
         None,
-        "onepass: statistics of the dense model; sequential: of the pruned blocks below (default: sequential for "
-        "sparsegpt and fsparsegpt, else onepass)",
-        ("onepass", "sequential"),
+        "onepass: statistics of the dense model; sequential: of the pruned blocks below; true-sequential: also of the "
+        "pruned matrices before it in its block (default: sequential for sparsegpt and fsparsegpt, else onepass)",
+        ("onepass", "sequential", "true-sequential"),
     )
     fisher: str = _setting("empirical", "labels of the Fisher information: those of the text", ("empirical",))
     calibration: str = _setting(
@@ -127,8 +127,8 @@ class PruneConfig:
                 f"--allocation must be one of {', '.join(self.facts.allocations)} with --method {self.method}, "
                 f"got {self.allocation!r}"
             )
-        if self.method == "magnitude" and self.order == "sequential":
-            raise UserError("--method magnitude reads no text, so there is no --order sequential; leave --order out")
+        if self.method == "magnitude" and self.order not in (None, "onepass"):
+            raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
         self._check_sparsity()
         self._check_memory()
 

@@ -32,7 +32,9 @@ def describe() -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with EnergyMeter(device) as meter:
         pass
-    lines.append(f"{'energy':15} {'measured by NVML' if isinstance(meter.result, float) else meter.result}")
+    lines.append(
+        f"{'energy':15} {meter.result if str(meter.result).startswith('not measured') else 'measured by NVML'}"
+    )
     try:
         kernels = describe_kernels()
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,6 +18,7 @@ from .calibrate import Statistics, warn_unseen
 from .config import PruneConfig
 from .errors import UserError
 from .model import Target
+from .passes import PassSettings
 from .report import MatrixRow
 from .stream import BlockStream
 
@@ -68,34 +70,47 @@ def asked(config: PruneConfig, target: Target) -> int:
 
 def _by_score(job: Job) -> list[MatrixRow]:
     """Magnitude, Wanda, F-Wanda: the top of each row, a block at a time."""
-    config, statistics, budgets = job.config, job.statistics, job.budgets
-    stream = BlockStream(job.model, job.tokens) if config.order == "sequential" else None
-    zeros_before, flags = _zeros(job.targets), []
-    for index, targets in tqdm(
-        _by_block(job.targets), desc="prune", unit="block", disable=None if job.progress else True
-    ):
-        if stream is not None and targets:
-            statistics = _measured_inputs(stream, index, targets)
-        if targets:
-            flags.append(_select(config, targets, statistics, budgets))
+    config = job.config
+    stream = None if config.order == "onepass" else _stream(job)
+    zeros_before = _zeros(job.targets)
+    flags: dict[str, Tensor] = {}
+    for index, targets in _blocks(job):
+        for group in _groups(job, stream, index, targets):
+            statistics = job.statistics if stream is None else _measured_inputs(stream, index, group)
+            flags |= _select(config, group, statistics, job.budgets)
         if stream is not None:
             stream.run(index, advance=True)
-    for target, flag in zip(job.targets, torch.cat(flags).tolist(), strict=True):
+    for name, flag in zip(flags, torch.cat(list(flags.values())).tolist(), strict=True):
         if flag:
-            raise UserError(fk.bad_message(target.name, flag))
-    rows = _rows(config, job.targets, budgets)
+            raise UserError(fk.bad_message(name, flag))
+    rows = _rows(config, job.targets, job.budgets)
     for row, before in zip(rows, zeros_before, strict=True):
         if row.kept_zero > before:
             raise AssertionError(f"{row.name}: {row.kept_zero} kept weights are zero, of {before} zeros before")
     return rows
 
 
-def _by_block(targets: list[Target]) -> list[tuple[int, list[Target]]]:
-    return [(index, [t for t in targets if t.block == index]) for index in range(1 + targets[-1].block)]
+def _stream(job: Job) -> BlockStream:
+    return BlockStream(job.model, job.tokens, micro_batch=PassSettings.of(job.config).micro_batch)
+
+
+def _blocks(job: Job) -> Iterable[tuple[int, list[Target]]]:
+    """The blocks in order, each with its targets, below a progress bar."""
+    blocks = [(i, [t for t in job.targets if t.block == i]) for i in range(1 + job.targets[-1].block)]
+    return tqdm(blocks, desc="prune", unit="block", disable=None if job.progress else True)
+
+
+def _groups(job: Job, stream: BlockStream | None, index: int, targets: list[Target]) -> list[list[Target]]:
+    """What is measured and then pruned together: a block's matrices, or in true-sequential those with one input."""
+    if job.config.order != "true-sequential":
+        return [targets] if targets else []
+    named = {t.name: t for t in targets}
+    groups = stream.input_groups(index, {t.name: t.module for t in targets})
+    return [[named[name] for name in names] for names in groups]
 
 
 def _measured_inputs(stream: BlockStream, index: int, targets: list[Target]) -> Statistics:
-    """Statistics of a block's inputs on the outputs of the pruned blocks below; all of it before any is pruned."""
+    """Statistics of a block's inputs on the outputs of what was pruned before; all of it before any is pruned."""
     measured = Statistics()
     with fk.collect_statistics({t.name: t.module for t in targets}) as collected:
         stream.run(index, advance=False)
@@ -107,71 +122,89 @@ def _measured_inputs(stream: BlockStream, index: int, targets: list[Target]) -> 
 
 def _select(
     config: PruneConfig, targets: list[Target], statistics: Statistics | None, budgets: dict[str, Tensor] | None
-) -> Tensor:
-    """Prune the matrices of one block by score; returns their [L] flags of bad values, still on the device."""
+) -> dict[str, Tensor]:
+    """Prune matrices by score; name -> [1] flag of bad values, still on the device."""
     weights = [t.weight for t in targets]
     if config.facts.scores_inputs:
         scales = [statistics.layer(t.name).norm for t in targets]
     else:
         scales = [torch.ones(w.shape[1], device=w.device) for w in weights]
     flags = torch.zeros(len(targets), dtype=torch.int32, device=weights[0].device)
+    named = {t.name: flag for t, flag in zip(targets, flags.split(1), strict=True)}
     if not config.nm:
         fk.foreach_row_topk_prune_(weights, scales, [budgets[t.name] for t in targets], bad=flags)
-        return flags
+        return named
     n, m = config.nm
     for weight, scale, flag in zip(weights, scales, flags.split(1), strict=True):
         whole = weight.shape[1] - weight.shape[1] % m
         fk.nm_prune_(weight[:, :whole], scale[:whole], n, m, bad=flag)
-    return flags
+    return named
 
 
 def _by_obs(job: Job) -> list[MatrixRow]:
     """SparseGPT and F-SparseGPT: block by block, one Hessian and one factor for each distinct input."""
-    config = job.config
-    budgets = job.budgets
-    stream = BlockStream(job.model, job.tokens)
-    sequential = config.order == "sequential"
-    for index, targets in tqdm(
-        _by_block(job.targets), desc="prune", unit="block", disable=None if job.progress else True
-    ):
-        with fk.collect_hessians({t.name: t.module for t in targets}) as hessians:
-            stream.run(index, advance=not sequential)
-        factors: dict[int, Tensor] = {}
-        for target in targets:
-            if target.name not in hessians:
-                warn_unseen(target)
-                hessians[target.name] = torch.eye(target.weight.shape[1], device=target.weight.device)
-            hessian = hessians[target.name]
-            if id(hessian) not in factors:
-                factors[id(hessian)] = _factor(target.name, hessian)
-            _prune_by_obs(job, target, factors[id(hessian)], budgets)
-        if sequential:
+    stream, onepass = _stream(job), job.config.order == "onepass"
+    for index, targets in _blocks(job):
+        for group in _groups(job, stream, index, targets):
+            factors = _factors(_measured_hessians(stream, index, group, advance=onepass))
+            for target in group:
+                _prune_by_obs(job, target, factors[target.name])
+        _check_updated(targets)
+        if not onepass or not targets:
             stream.run(index, advance=True)
-    return _rows(config, job.targets, budgets)
+    return _rows(job.config, job.targets, job.budgets)
 
 
-def _factor(name: str, hessian: Tensor) -> Tensor:
-    """obs_factor() at the first damping that gives one; every retry is a warning.
+def _measured_hessians(stream: BlockStream, index: int, targets: list[Target], *, advance: bool) -> dict[str, Tensor]:
+    """name -> [C, C] fp32 X^T X of the inputs; matrices with the same input have the same tensor."""
+    with fk.collect_hessians({t.name: t.module for t in targets}) as hessians:
+        stream.run(index, advance=advance)
+    for target in targets:
+        if target.name not in hessians:
+            warn_unseen(target)
+            hessians[target.name] = torch.eye(target.weight.shape[1], device=target.weight.device)
+    return hessians
+
+
+def _factors(hessians: dict[str, Tensor]) -> dict[str, Tensor]:
+    """name -> factor, one for each distinct Hessian; waits for the device once if all have one.
+
+    Raises:
+        UserError: a Hessian has none, naming the matrix.
+    """
+    names: dict[int, str] = {}
+    for name, hessian in hessians.items():
+        names.setdefault(id(hessian), name)
+    found = {name: fk.obs_factor(hessians[name], _DAMPING) for name in names.values()}
+    infos = torch.stack([info.reshape(()) for _, info in found.values()]).tolist()
+    factors = {
+        name: _retried_factor(name, hessians[name]) if info else factor
+        for (name, (factor, _)), info in zip(found.items(), infos, strict=True)
+    }
+    return {name: factors[names[id(hessian)]] for name, hessian in hessians.items()}
+
+
+def _retried_factor(name: str, hessian: Tensor) -> Tensor:
+    """The factor at the first stronger damping that gives one, with a warning.
 
     Raises:
         UserError: none does.
     """
     if not bool(hessian.isfinite().all()):
         raise UserError(f"the Hessian of {name} has NaN or inf values; the model overflows on the calibration text")
-    for attempt in range(_DAMPING_RETRIES):
+    for attempt in range(1, _DAMPING_RETRIES):
         damping = _DAMPING * 10**attempt
         factor, info = fk.obs_factor(hessian, damping)
         if not int(info):
-            if attempt:
-                warnings.warn(f"the Hessian of {name} needed a damping of {damping:g}, not {_DAMPING:g}", stacklevel=2)
+            warnings.warn(f"the Hessian of {name} needed a damping of {damping:g}, not {_DAMPING:g}", stacklevel=2)
             return factor
     raise UserError(
         f"the Hessian of {name} has no factor, even with a damping of {damping:g}; use more calibration text"
     )
 
 
-def _prune_by_obs(job: Job, target: Target, factor: Tensor, budgets: dict[str, Tensor] | None) -> None:
-    config, weight = job.config, target.weight
+def _prune_by_obs(job: Job, target: Target, factor: Tensor) -> None:
+    config, weight, budgets = job.config, target.weight, job.budgets
     selection: dict = {"sparsity": config.removed}
     if config.nm:
         selection = {"pattern": config.nm}
@@ -184,8 +217,18 @@ def _prune_by_obs(job: Job, target: Target, factor: Tensor, budgets: dict[str, T
     if config.needs_fisher:
         row_weight = (floored_omega(job.statistics.layer(target.name)) ** config.power).float()
     fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **selection)
-    if not bool(weight.isfinite().all()):
-        raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")
+
+
+def _check_updated(targets: list[Target]) -> None:
+    """Refuse weights that an update made NaN or inf; waits for the device once.
+
+    Raises:
+        UserError: naming the matrix.
+    """
+    finite = torch.stack([t.weight.isfinite().all() for t in targets]).tolist() if targets else []
+    for target, good in zip(targets, finite, strict=True):
+        if not good:
+            raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")
 
 
 def _rows(config: PruneConfig, targets: list[Target], budgets: dict[str, Tensor] | None) -> list[MatrixRow]:

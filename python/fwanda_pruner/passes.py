@@ -124,7 +124,7 @@ class Passes:
 
     def _attempt(self, facts: PassFacts, grow: bool, compile: str) -> fk.collect_statistics:
         decoder = find_decoder(self.model)
-        compiled = _Compiled(self.blocks)
+        compiled = _Compiled(self.blocks, bool(self.modules))
         seconds: dict[bool, list[float]] = {True: [], False: []}  # of the first passes, by whether compiled
         bar = tqdm(total=len(self.tokens), desc=self.label, unit="seq", disable=True if self.label is None else None)
         with bar, self._checkpointing(facts.checkpointing), fk.collect_statistics(self.modules) as collected:
@@ -143,6 +143,9 @@ class Passes:
                     facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
                 if not facts.compiled and compile != "off":
                     facts.compiled = compile == "on" or self._worth_compiling(seconds[False], done, facts.micro_batch)
+                    full = _seen_all(collected, done) if facts.compiled else set()
+        if facts.compiled and not full <= _seen_all(collected, done):
+            raise _CompileError("compiled blocks do not show all inputs of their modules")
         if len(seconds[True]) > 1:
             facts.compile_seconds = max(0.0, seconds[True][0] - seconds[True][1])
         return collected
@@ -237,15 +240,26 @@ def free_memory(device: torch.device) -> int:
     return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
+def _seen_all(collected: fk.collect_statistics, tokens: int) -> set[str]:
+    """Names of the modules that saw every token; not so the experts that tokens are routed to."""
+    return {name for name, layer in collected.items() if layer.n_tokens == tokens}
+
+
 class _CompileError(Exception):
     """A block could not be compiled; one line."""
+
+
+def _call(block: nn.Module, observed: bool, *args, **kwargs):
+    """A call of a block, to be compiled. The compiler looks calls up by code and arguments and compares no hooks: a
+    function of our own, told whether there are any, is never mixed up with other compiled calls of the block."""
+    return block._call_impl(*args, **kwargs)
 
 
 class _Compiled:
     """Compiled calls of the blocks, on for a pass at a time. Blocks of one structure share one graph."""
 
-    def __init__(self, blocks: Sequence[nn.Module]):
-        self.blocks = blocks
+    def __init__(self, blocks: Sequence[nn.Module], observed: bool):
+        self.blocks, self.observed = blocks, observed
         self.calls: list | None = None
 
     @contextmanager
@@ -253,7 +267,8 @@ class _Compiled:
         if not wanted:
             yield
             return
-        calls = self.calls or [torch.compile(block._call_impl, dynamic=False) for block in self.blocks]
+        call = torch.compile(_call, dynamic=False)
+        calls = self.calls or [partial(call, block, self.observed) for block in self.blocks]
         had = [vars(block).get("_compiled_call_impl") for block in self.blocks]
         try:
             for block, call in zip(self.blocks, calls, strict=True):

@@ -6,7 +6,7 @@ import resource
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from . import data, evaluate
 from .budgets import count_floored_rows, keep_budgets
 from .calibrate import Statistics, calibrate
 from .config import PASS_SETTINGS, PruneConfig
-from .energy import EnergyMeter
+from .energy import EnergyMeter, idle_power
 from .errors import UserError
 from .methods import Job, prune_targets
 from .model import Skipped, Target, check_length, check_model, find_targets
@@ -30,11 +30,12 @@ _TEXT_SETTINGS = ("calibration", "nsamples", "seqlen", "seed")
 
 @dataclass
 class Stages:
-    """Seconds of each stage, the peak of GPU memory, and the warnings met on the way."""
+    """Seconds and energy of each stage, the peak of GPU memory, and the warnings met on the way."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     device: torch.device = torch.device("cpu")
+    meter: EnergyMeter | None = None
     notes: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -42,7 +43,8 @@ class Stages:
         """Add the time of the block to a stage, the device's queued work included."""
         start = time.perf_counter()
         try:
-            yield
+            with self.meter.phase(stage) if self.meter else nullcontext():
+                yield
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -229,7 +231,8 @@ class _Run:
             note = evaluate.check_dense(dense, self.model.config.get_text_config().vocab_size)
             if note:
                 warnings.warn(note, stacklevel=2)
-        with EnergyMeter(self.device) as energy:
+        with EnergyMeter(self.device, idle=idle_power(self.device)) as energy:
+            self.stages.meter = energy
             statistics, budgets = self._statistics(), None
             if config.needs_budgets:
                 with self.stages.timed("budgets"):
@@ -237,8 +240,9 @@ class _Run:
             with self.stages.timed("prune"):
                 job = Job(config, self.model, self.targets, self.tokens, statistics, budgets, self.progress)
                 rows = prune_targets(job)
+        self.stages.meter = None
         pruned = self.perplexity(windows, "pruned")
-        return self._report(rows, statistics, windows, dense, pruned, energy.result)
+        return self._report(rows, statistics, windows, dense, pruned, energy)
 
     def collect(self) -> Statistics:
         self.read_text(calibration=True)
@@ -337,7 +341,8 @@ class _Run:
             perplexity=perplexity,
             seconds=dict(self.stages.seconds),
             peak_memory_bytes=self._peak_memory(),
-            energy=energy,
+            energy=energy.result,
+            energy_details=energy.to_dict(),
             versions=versions(self.device),
             tokens_sha256=tokens_sha256,
             bos=self.bos,

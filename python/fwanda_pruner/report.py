@@ -58,7 +58,10 @@ class Report:
         perplexity: {dense, pruned, seqlen, windows, tokens_sha256, bos, tokenizer}, None if not measured.
         seconds: stage -> seconds.
         peak_memory_bytes: peak memory of the run in bytes.
-        energy: joules, or the string "not measured: <why>".
+        energy: gross joules of calibration, budgets and pruning, or the string "not measured: <why>", or "not resolved:
+            <why>" under 2 s.
+        energy_details: {"total": ..., "phases": {stage: ...}}, each a dict of gross and net joules by counter and
+            samples, watts and a flag, or such a string.
         versions: see `versions`.
         tokens_sha256: hash of the calibration tokens, None without calibration.
         bos: whether each window begins with BOS, None if no text was read.
@@ -75,6 +78,7 @@ class Report:
     seconds: dict[str, float]
     peak_memory_bytes: int
     energy: float | str
+    energy_details: dict
     versions: dict
     tokens_sha256: str | None
     bos: bool | None
@@ -171,16 +175,24 @@ def summary(report: Report) -> str:
     """A few lines that close a run: sparsity found, perplexity, cost, skipped matrices."""
     share, skipped = report.sparsity, [row for row in report.matrices if row.skipped is not None]
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
-    energy = report.energy if isinstance(report.energy, str) else f"{report.energy:.0f} J"
     lines = [
         f"sparsity    {_percent(share['matrices'])} of {len(report.matrices) - len(skipped)} pruned matrices"
         f" (asked {_percent(share['asked'])}), {_percent(share['model'])} of the model",
         f"perplexity  {_perplexities(report)}  ({_protocol(report)})",
         f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
         f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
-        f"energy      {energy}",
+        f"energy      {_energy(report)}",
     ]
     return "\n".join(lines + [f"skipped     {row.name}: {row.skipped}" for row in skipped])
+
+
+def _energy(report: Report) -> str:
+    if isinstance(report.energy, str):
+        return report.energy
+    total = report.energy_details["total"]
+    net = "" if total["net_joules"] is None else f", {total['net_joules']:.0f} J net"
+    flag = "" if total["flag"] is None else f" ({total['flag']})"
+    return f"{report.energy:.0f} J gross{net}{flag}"
 
 
 def _grid(rows: list[tuple[str, Report]]) -> str:
@@ -238,6 +250,7 @@ _KINDS = {
     "seconds": dict,
     "peak_memory_bytes": int,
     "energy": (int, float, str),
+    "energy_details": dict,
     "versions": dict,
     "tokens_sha256": (str, type(None)),
     "bos": (bool, type(None)),

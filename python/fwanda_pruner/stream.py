@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import torch
 from torch import Tensor, nn
 
-from .calibrate import model_device
 from .errors import UserError
 from .model import find_blocks
+from .passes import free_memory
+
+_BATCH_TOKENS = 8192  # in a call of a block on a GPU: the sums over tokens are then bound by arithmetic
+_GPU_SHARE, _RAM_SHARE = 0.4, 0.5  # of what is free, for the hidden states
 
 
 class _Captured(Exception):
@@ -17,26 +23,37 @@ class _Captured(Exception):
 class BlockStream:
     """The calibration windows, one decoder block at a time.
 
-    Holds the hidden state of every window at the input of the current block, and the other arguments that each block
-    gets (masks, position embeddings), which must be the same for all windows of one length.
+    Holds the hidden state of every window at the input of the current block, on the GPU, in RAM or on disk, whichever
+    has room first, and the other arguments that each block gets (masks, position embeddings), which must not depend on
+    the window.
 
     Args:
         model: a causal language model in eval mode.
         tokens: [S, L] int64 windows without padding.
+        micro_batch: windows in a call of a block; None: what makes 8,192 tokens on a GPU, 1 on a CPU.
 
     Raises:
         UserError: the model's blocks are not a plain chain.
     """
 
-    def __init__(self, model: nn.Module, tokens: Tensor):
+    def __init__(self, model: nn.Module, tokens: Tensor, *, micro_batch: int | None = None):
         self.blocks = find_blocks(model)[1]
-        self._arguments = self._capture_arguments(model, tokens[:1])
-        if len(tokens) > 1 and not _same(self._arguments, self._capture_arguments(model, tokens[-1:])):
+        self._model = model
+        self._device = next(model.parameters()).device
+        if len(tokens) > 1 and not _same(*(self._capture_arguments(ids[None]) for ids in (tokens[0], tokens[-1]))):
             raise UserError(f"{_not_streamable(model)}: the arguments of its blocks depend on the tokens")
-        self.hidden = [self._capture_hidden(model, window[None]) for window in tokens]
+        size = micro_batch or (max(1, _BATCH_TOKENS // tokens.shape[1]) if self._device.type == "cuda" else 1)
+        batches = tokens.split(size)
+        # some arguments have an entry for each window of the batch
+        self._arguments = {len(ids): self._capture_arguments(ids) for ids in (batches[0], batches[-1])}
+        first = self._capture_hidden(batches[0])
+        hidden = _room_for((len(tokens), *first.shape[1:]), first)
+        self._hidden = hidden.split(size)
+        for ids, states in zip(batches, self._hidden, strict=True):
+            states.copy_(self._capture_hidden(ids))
 
     @torch.no_grad()
-    def _capture_arguments(self, model: nn.Module, ids: Tensor) -> list[tuple[tuple, dict]]:
+    def _capture_arguments(self, ids: Tensor) -> list[tuple[tuple, dict]]:
         """Arguments of each block in one forward pass, which also shows that the blocks form a plain chain."""
         captured: list[tuple[tuple, dict]] = []
         before: list[Tensor] = []
@@ -44,18 +61,20 @@ class BlockStream:
         def hook(_module, args, kwargs):
             hidden = args[0] if args else kwargs["hidden_states"]
             if captured and not _close(self._block_output(len(captured) - 1, before.pop(), captured[-1]), hidden):
-                raise UserError(f"{_not_streamable(model)}: a block takes more than the output of the one before it")
+                raise UserError(
+                    f"{_not_streamable(self._model)}: a block takes more than the output of the one before it"
+                )
             captured.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))
             before.append(hidden)
 
         handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in self.blocks]
         try:
-            model.base_model(input_ids=ids.to(model_device(model)), use_cache=False)
+            self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
         if len(captured) != len(self.blocks):
-            raise UserError(f"{_not_streamable(model)}: it called {len(captured)} of {len(self.blocks)} blocks")
+            raise UserError(f"{_not_streamable(self._model)}: it called {len(captured)} of {len(self.blocks)} blocks")
         return captured
 
     def _block_output(self, index: int, hidden: Tensor, arguments: tuple[tuple, dict]) -> Tensor:
@@ -64,26 +83,77 @@ class BlockStream:
         return output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
-    def _capture_hidden(self, model: nn.Module, ids: Tensor) -> Tensor:
+    def _capture_hidden(self, ids: Tensor) -> Tensor:
         def hook(_module, args, kwargs):
             raise _Captured(args[0] if args else kwargs["hidden_states"])
 
         handle = self.blocks[0].register_forward_pre_hook(hook, with_kwargs=True)
         try:
-            model.base_model(input_ids=ids.to(model_device(model)), use_cache=False)
+            self._model.base_model(input_ids=ids.to(self._device), use_cache=False)
         except _Captured as captured:
             return captured.args[0]
         finally:
             handle.remove()
         raise AssertionError("the first block was not called")
 
-    @torch.no_grad()
+    def input_groups(self, index: int, modules: dict[str, nn.Module]) -> list[list[str]]:
+        """Names of the modules of block `index` in the order of their calls, those with the same input together.
+
+        A module that the first windows do not reach stands in a group of its own at the end.
+        """
+        groups: list[tuple[Tensor, list[str]]] = []
+
+        def hook_of(name: str):
+            def hook(_module, args, kwargs):
+                x = args[0] if args else next(iter(kwargs.values()))
+                if groups and groups[-1][0] is x:
+                    groups[-1][1].append(name)
+                elif all(name not in names for _, names in groups):
+                    groups.append((x, [name]))
+
+            return hook
+
+        handles = [
+            module.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()
+        ]
+        try:
+            self._run_batch(index, self._hidden[0])
+        finally:
+            for handle in handles:
+                handle.remove()
+        called = [names for _, names in groups]
+        reached = {name for names in called for name in names}
+        return called + [[name] for name in modules if name not in reached]
+
     def run(self, index: int, *, advance: bool) -> None:
         """Run every window through block `index`; with advance, its outputs become the inputs of the next block."""
-        for i, hidden in enumerate(self.hidden):
-            output = self._block_output(index, hidden, self._arguments[index])
+        for hidden in self._hidden:
+            output = self._run_batch(index, hidden)
             if advance:
-                self.hidden[i] = output
+                hidden.copy_(output)
+
+    @torch.no_grad()
+    def _run_batch(self, index: int, hidden: Tensor) -> Tensor:
+        return self._block_output(index, hidden.to(self._device), self._arguments[len(hidden)][index])
+
+
+def _room_for(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Uninitialised tensor of like's dtype: on its device, else in RAM, else in an unnamed file."""
+    needed = torch.Size(shape).numel() * like.element_size()
+    if like.device.type == "cuda" and needed < _GPU_SHARE * free_memory(like.device):
+        return like.new_empty(shape)
+    if needed < _RAM_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return torch.empty(shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+    try:
+        with tempfile.NamedTemporaryFile(prefix="fwanda-") as file:  # the mapping outlives the name
+            os.posix_fallocate(file.fileno(), 0, needed)
+            flat = torch.from_file(file.name, shared=True, size=torch.Size(shape).numel(), dtype=like.dtype)
+    except OSError as error:
+        raise UserError(
+            f"the hidden states need {needed / 2**30:.1f} GiB of memory, or of disk in {tempfile.gettempdir()} (TMPDIR "
+            f"names another folder): {error.strerror}; or use fewer or shorter --nsamples and --seqlen"
+        ) from error
+    return flat.view(shape)
 
 
 def _not_streamable(model: nn.Module) -> str:

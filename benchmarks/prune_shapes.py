@@ -1,0 +1,140 @@
+"""Public model shapes with random weights, the arithmetic of a calibration pass over them, and the card's GEMM roof."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+
+# The rotary base is left at its default: no speed depends on it.
+SHAPES = {
+    "llama-2-7b": ("Llama", {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
+    }),
+    "llama-2-13b": ("Llama", {
+        "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 40, "max_position_embeddings": 4096,
+    }),
+    "llama-3-8b": ("Llama", {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    }),
+    "mistral-7b": ("Mistral", {
+        "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768, "sliding_window": None,
+    }),
+    "qwen2.5-7b": ("Qwen2", {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+    }),
+    "tiny": ("Llama", {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    }),
+}  # fmt: skip
+_ROOF_SIZE = {"cuda": 8192, "cpu": 512}
+
+
+def build(shape: str, dtype: torch.dtype, device: str, seed: int) -> nn.Module:
+    """A causal language model of a shape of SHAPES, made on the device, untied, in eval mode, with random weights."""
+    family, numbers = SHAPES[shape]
+    config = getattr(transformers, f"{family}Config")(
+        **numbers, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    with _default_dtype(dtype), torch.device(device):
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    reinitialise(model, seed)
+    return model
+
+
+@torch.no_grad()
+def reinitialise(model: nn.Module, seed: int) -> None:
+    """Fresh weights in place, always the same for one seed and device: matrices normal of 0.02, norms 1, biases 0."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.02, generator=generator)
+        else:
+            parameter.fill_(0 if name.endswith("bias") else 1)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one forward pass over the calibration windows.
+
+    Attributes:
+        linears: 2 P T, with P weights in the blocks' linear layers and T tokens.
+        attention: causal, 2 L^2 per head channel, layer and window: two products of 2 L^2, half of them masked.
+        head: 2 V H T, with the vocabulary V and the hidden size H.
+    """
+
+    linears: int
+    attention: int
+    head: int
+
+    @classmethod
+    def of(cls, model: nn.Module, weights: int, windows: int, length: int) -> Work:
+        """For `weights` parameters in the linear layers of the blocks and windows [windows, length]."""
+        config = model.config
+        channels = config.num_attention_heads * (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        return cls(
+            linears=2 * weights * windows * length,
+            attention=2 * length**2 * channels * config.num_hidden_layers * windows,
+            head=2 * config.vocab_size * config.hidden_size * windows * length,
+        )
+
+    @property
+    def forward(self) -> float:
+        """Through the blocks alone, as Wanda needs: 2 P T + attention."""
+        return self.linears + self.attention
+
+    @property
+    def forward_backward(self) -> float:
+        """With an activation-only backward pass from the loss: 4 P T + 3.5 attention + 2 head."""
+        return 2 * self.linears + 3.5 * self.attention + 2 * self.head
+
+
+def gemm_roof(device: str, dtype: torch.dtype, seconds: float) -> dict:
+    """Median rate of square products on random data over some seconds: {"tflop_per_s", "size", "seconds"}."""
+    size = _ROOF_SIZE[device]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    torch.mm(a, b, out=out)
+    times, start = [], time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        times.append(_once_cuda(a, b, out) if device == "cuda" else _once_cpu(a, b, out))
+    return {"tflop_per_s": 2 * size**3 / statistics.median(times) / 1e12, "size": size, "seconds": seconds}
+
+
+def _once_cuda(a, b, out, products: int = 10) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(products):
+        torch.mm(a, b, out=out)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / products / 1e3
+
+
+def _once_cpu(a, b, out) -> float:
+    start = time.perf_counter()
+    torch.mm(a, b, out=out)
+    return time.perf_counter() - start
