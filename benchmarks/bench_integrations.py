@@ -5,12 +5,14 @@ calls. Both give the same masks, checked before they are timed.
 """
 
 import copy
+import importlib
 
 import cases
 import pytest
 import torch
 from bench_ops import serving, synchronised
 from cases import Work
+from render import HOSTS
 from torch import nn
 from torch.ao.pruning import BaseSparsifier
 from torch.nn.utils import prune
@@ -178,6 +180,53 @@ def fork(prune_n=0, prune_m=0) -> Work:
     return functions(lambda w, s: wanda_mask(w, s, 0.5, prune_n, prune_m), without, arguments)
 
 
+def compressor_wanda(prune_n=0, prune_m=0) -> Work:
+    """The host's function that returns the pruned copy of a weight."""
+    module, use_fwanda_kernels = llm_compressor("wanda")
+    settings = {"sparsity": 0.5, "prune_n": prune_n, "prune_m": prune_m}
+
+    def caller(function):
+        return lambda layer, s: function(module=layer, row_scalars_dict={layer: s.x2}, **settings)
+
+    with use_fwanda_kernels():
+        ours = caller(module.sparsify_weight)
+    return functions(ours, caller(module.sparsify_weight), pairs(2))
+
+
+def compressor_sparsegpt(prune_n=0, prune_m=0) -> Work:
+    """The host's sweep of one layer, the Cholesky factor included; masks may differ where scores are next to equal."""
+    module, use_fwanda_kernels = llm_compressor("sparsegpt")
+    layer = linear(0)
+    x = torch.randn(2 * COLS, COLS, device=HERE) * cases.random_scale(COLS, HERE)
+    hessian = x.T @ x / len(x)
+    settings = {"sparsity": 0.5, "prune_n": prune_n, "prune_m": prune_m, "block_size": 128, "dampening_frac": 0.01}
+
+    def caller(function):
+        def call():
+            hessians = {layer: hessian.clone()}
+            return function(module=layer, hessians_dict=hessians, preserve_sparsity_mask=False, **settings)[1]
+
+        return torch.no_grad()(call)
+
+    with use_fwanda_kernels():
+        ours = caller(module.sparsify_weight)
+    theirs = caller(module.sparsify_weight)
+
+    def check():
+        different = int(((ours() == 0) != (theirs() == 0)).sum())
+        assert different <= layer.weight.numel() // 10000, different
+
+    return Work([ours], [theirs], check, None)
+
+
+def llm_compressor(modifier: str):
+    """The host's module of a modifier, and our context manager."""
+    pytest.importorskip("llmcompressor", reason='llm-compressor is missing: pip install ".[llmcompressor]"')
+    from fwanda_pruner.integrations.llmcompressor import use_fwanda_kernels
+
+    return importlib.import_module(f"llmcompressor.modifiers.pruning.{modifier}.base"), use_fwanda_kernels
+
+
 def functions(ours, naive, arguments: list[tuple]) -> Work:
     """Two pure functions on the same arguments."""
     return Work(
@@ -203,15 +252,20 @@ def same_masks(ours, naive, reset, layers):
 
 
 SHAPE = f"fp32, {ROWS} x {COLS}"
+NN_PRUNE, AO_PRUNING, FORK, LLM_COMPRESSOR = HOSTS
 # (host, case, work, the op whose backend is named)
 CASES = [
-    ("nn.utils.prune", f"Wanda, {SHAPE}", nn_prune_rows, "row_topk_mask"),
-    ("nn.utils.prune", f"second pass, {SHAPE}", nn_prune_again, "row_topk_mask"),
-    ("nn.utils.prune", f"F-Wanda global, {GLOBAL_LAYERS} x {SHAPE}", nn_prune_global, "select_threshold"),
-    ("ao.pruning", f"Wanda, {SHAPE}", ao_rows, "row_topk_mask"),
-    ("ao.pruning", f"2:4, {SHAPE}", lambda: ao_rows(4), "nm_mask"),
-    ("Wanda fork", f"Wanda, {SHAPE}", fork, "row_topk_mask"),
-    ("Wanda fork", f"prune 2:4, {SHAPE}", lambda: fork(2, 4), "nm_mask"),
+    (NN_PRUNE, f"Wanda, {SHAPE}", nn_prune_rows, "row_topk_mask"),
+    (NN_PRUNE, f"second pass, {SHAPE}", nn_prune_again, "row_topk_mask"),
+    (NN_PRUNE, f"F-Wanda global, {GLOBAL_LAYERS} x {SHAPE}", nn_prune_global, "select_threshold"),
+    (AO_PRUNING, f"Wanda, {SHAPE}", ao_rows, "row_topk_mask"),
+    (AO_PRUNING, f"2:4, {SHAPE}", lambda: ao_rows(4), "nm_mask"),
+    (FORK, f"Wanda, {SHAPE}", fork, "row_topk_mask"),
+    (FORK, f"prune 2:4, {SHAPE}", lambda: fork(2, 4), "nm_mask"),
+    (LLM_COMPRESSOR, f"Wanda, {SHAPE}", compressor_wanda, "row_topk_prune_"),
+    (LLM_COMPRESSOR, f"Wanda, prune 2:4, {SHAPE}", lambda: compressor_wanda(2, 4), "nm_prune_"),
+    (LLM_COMPRESSOR, f"SparseGPT, {SHAPE}", compressor_sparsegpt, "obs_prune_"),
+    (LLM_COMPRESSOR, f"SparseGPT, prune 2:4, {SHAPE}", lambda: compressor_sparsegpt(2, 4), "obs_prune_"),
 ]
 
 

@@ -1,17 +1,18 @@
-"""Render the speed table of README.md and a picture from results of the op benchmarks on one card.
+"""Render the speed tables of README.md and docs/integrating.md and a picture from benchmarks of one card.
 
     python benchmarks/render.py benchmarks/results/ops-CARD-DATE.json [MORE.json ...]
 
-A later file only adds the rows that the earlier ones lack. Writes the table between the markers of README.md, and the
-bars beside the first file as PNG.
+A later file only adds the rows that the earlier ones lack. Writes the ops between the markers of README.md, the hosts
+between those of docs/integrating.md, and the bars of the ops beside the first file as PNG.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
+HOSTS = ("nn.utils.prune", "ao.pruning", "Wanda fork", "llm-compressor")  # in place of an op: see bench_integrations.py
 
 
 def main() -> None:
@@ -25,20 +26,35 @@ def main() -> None:
             parser.error(f"{path} is of {result['card']}, {paths[0]} of {facts['card']}")
         facts = facts or result
         rows = {(row["op"], row["case"]): row for row in result["rows"]} | rows
-    head, rest = README.read_text().split(BEGIN)
-    lines = table(facts, list(rows.values()), paths)
-    README.write_text(head + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.split(END)[1])
-    picture(facts, list(rows.values()), paths[0].with_suffix(".png"))
+    ops = [row for row in rows.values() if row["op"] not in HOSTS]
+    hosts = [row for row in rows.values() if row["op"] in HOSTS]
+    if ops:
+        picture(facts, ops, paths[0].with_suffix(".png"))
+        write(ROOT / "README.md", op_table(facts, ops, paths))
+    if hosts:
+        write(ROOT / "docs" / "integrating.md", host_table(facts, hosts, paths))
 
 
-def table(facts: dict, rows: list[dict], paths: list[Path]) -> list[str]:
+def write(page: Path, lines: list[str]) -> None:
+    """Put lines between the markers of a page."""
+    head, rest = page.read_text().split(BEGIN)
+    page.write_text(head + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+
+
+def machine(facts: dict) -> str:
+    return "{card}, driver {driver}, torch {torch}, Triton {triton}, {date}".format_map(facts)
+
+
+def source(paths: list[Path]) -> str:
+    return "From " + ", ".join(f"`{path.resolve().relative_to(ROOT)}`" for path in paths) + "."
+
+
+def op_table(facts: dict, rows: list[dict], paths: list[Path]) -> list[str]:
     """Markdown: a line of facts, the picture, then a row for each op and shape."""
-    files = ", ".join(f"`{path.resolve().relative_to(README.parent)}`" for path in paths)
-    image = paths[0].with_suffix(".png").resolve().relative_to(README.parent)
+    image = paths[0].with_suffix(".png").resolve().relative_to(ROOT)
     lines = [
-        "{card}, driver {driver}, torch {torch}, Triton {triton}, {date}; a copy of 2 GiB runs at "
-        "{copy_gb_per_s:.0f} GB/s.".format_map(facts),
-        f"From {files}.",
+        f"{machine(facts)}; a copy of 2 GiB runs at {facts['copy_gb_per_s']:.0f} GB/s.",
+        source(paths),
         "",
         f"![Share of the speed of a copy]({image})",
         "",
@@ -53,6 +69,22 @@ def table(facts: dict, rows: list[dict], paths: list[Path]) -> list[str]:
             f"| {row['naive_us']:.0f} | {row['naive_us'] / row['us']:.1f}x |"
         )
     return lines
+
+
+def host_table(facts: dict, rows: list[dict], paths: list[Path]) -> list[str]:
+    """Markdown: a line of facts, then a row for each host and case."""
+    lines = [
+        f"{machine(facts)}.",
+        source(paths),
+        "",
+        "| host | case | backend | without, µs | with the kernels, µs | speedup |",
+        "|---|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {row['op']} | {row['case']} | {row['backend']} | {row['naive_us']:.0f} | {row['us']:.0f} "
+        f"| {row['naive_us'] / row['us']:.1f}x |"
+        for row in sorted(rows, key=lambda row: HOSTS.index(row["op"]))
+    ]
 
 
 def picture(facts: dict, rows: list[dict], path: Path) -> None:

@@ -205,7 +205,17 @@ def test_weights_that_are_not_finite_are_refused_by_name():
     model(X)
     with torch.no_grad():
         model[2].parametrizations.weight.original[0, 0] = torch.inf
-    with pytest.raises(UserError, match="2.weight has NaN or inf"):
+    with pytest.raises(UserError, match="2.weight: weight has NaN or inf"):
+        sparsifier.step()
+    assert not (mask_of(model[2]) == 0).any()
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_inputs_that_are_not_finite_are_refused_by_name(block):
+    model, sparsifier = network(), WandaSparsifier(semi_structured_block_size=block)
+    sparsifier.prepare(model, None)
+    model(X * 1e30)
+    with pytest.raises(UserError, match="0.weight: scale must be finite .* norm of each input column"):
         sparsifier.step()
 
 

@@ -122,6 +122,22 @@ def test_the_fisher_pass_runs_once_over_the_samples_that_the_pipeline_draws(fold
     assert torch.equal(torch.cat(seen[5:10]), passes[0])
 
 
+def test_samples_of_many_lengths_add_up(folder):
+    """The budgets are those of all samples together, restated with the hooks of the kernels."""
+    samples = [ids[:length] for ids, length in zip(tiny.tokens(5, 24), (24, 9, 24, 16, 9), strict=True)]
+    model = run(folder, FWandaModifier(sparsity=0.6), data=loader(samples), pipeline="basic")
+    dense = fresh(folder)
+    modules = {name: dense.get_submodule(name) for name in weights(dense)}
+    with fk.collect_statistics(modules) as statistics:
+        for ids in samples:
+            logits = dense(input_ids=ids[None]).logits[0, :-1]
+            torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()
+    for name, weight in weights(dense).items():
+        layer, (rows, cols) = statistics[name], weight.shape
+        keep = fk.allocate_row_budgets(layer.omega**0.5, rows * cols - rows * cols * 6 // 10, k_max=cols)
+        assert torch.equal(weights(model)[name] != 0, fk.row_topk_mask(weight, layer.norm, keep)), name
+
+
 def test_parameters_want_gradients_again_and_hooks_are_gone(folder):
     model = run(folder, FWandaModifier(sparsity=0.5))
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
@@ -219,6 +235,17 @@ def wanda_weights(module, **settings):
 def test_wanda_removes_the_host_s_count_and_ties(sparsity):
     stock, patched = wanda_weights(coarse(), sparsity=sparsity, prune_n=0, prune_m=0)
     assert torch.equal(stock, patched)
+
+
+@pytest.mark.parametrize("settings", [{"prune_n": 0, "prune_m": 0}, {"prune_n": 2, "prune_m": 4}])
+@pytest.mark.parametrize("what", ["weight", "scale"])
+def test_wanda_refuses_what_is_not_finite_and_leaves_the_weight(settings, what):
+    module, squares = coarse(), torch.ones(30)
+    (module.weight.data[2] if what == "weight" else squares)[3] = torch.inf
+    before = module.weight.detach().clone()
+    with use_fwanda_kernels(), pytest.raises(UserError, match=f"a layer: {what} (has|must be)"):
+        wanda.sparsify_weight(module=module, row_scalars_dict={module: squares}, sparsity=0.5, **settings)
+    assert torch.equal(module.weight, before)
 
 
 def test_wanda_under_a_pattern_keeps_equal_scores_where_the_host_s_ties_are_undefined():
@@ -358,6 +385,11 @@ def test_batches_that_are_not_text_alone_are_refused(folder):
 def test_a_run_without_samples_is_refused(folder):
     with pytest.raises(UserError, match="needs calibration samples"):
         host.oneshot(model=fresh(folder), recipe=FWandaModifier(sparsity=0.5))
+
+
+def test_an_empty_dataset_is_refused(folder):
+    with pytest.raises(UserError, match="empty dataset"):
+        run(folder, FWandaModifier(sparsity=0.5), data=DataLoader([]), pipeline="basic")
 
 
 def test_targets_that_match_nothing_are_refused(folder):

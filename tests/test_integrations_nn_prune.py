@@ -99,6 +99,16 @@ def test_counts_are_exact_after_another_method_even_where_all_scores_are_zero():
     wanda_unstructured(layer, "weight", statistics[layer, "weight"], amount="0.3")
     assert ((layer.weight_mask != 0).sum(1) == left - left * 3 // 10).all()
     assert not ((layer.weight_mask != 0) & (before == 0)).any()
+    assert layer.weight_mask.dtype == layer.weight.dtype
+
+
+def test_the_method_of_the_class_selects_among_what_another_left():
+    layer, scale = nn.Linear(12, 20), torch.rand(12)
+    weight = layer.weight.detach().clone()
+    prune.random_unstructured(layer, "weight", amount=0.4)
+    before = layer.weight_mask != 0
+    WandaUnstructured.apply(layer, "weight", scale=scale, keep=5)
+    assert_masks_equal(layer.weight_mask != 0, fk.row_topk_mask(weight, scale, 5, among=before))
 
 
 def test_fwanda_divides_the_matrix_by_the_papers_rule_with_an_exact_total():
@@ -186,6 +196,57 @@ def test_weights_that_are_parametrised_quantised_or_not_finite_are_refused():
     for message, layer in cases.items():
         with pytest.raises(UserError, match=message):
             wanda_unstructured(layer, "weight", own, amount=0.5)
+
+
+def spoilt(what: str):
+    """A model with one pruned layer, and statistics of which one value is not finite."""
+    model, statistics = measured()
+    sums = {key: fk.LayerStatistics(s.x2.clone(), s.g2.clone(), s.n_tokens) for key, s in statistics.items()}
+    wanda_unstructured(model[2], "weight", sums[model[2], "weight"], amount=0.5)
+    if what == "weight":
+        model[2].weight_orig.data[1, 2] = torch.inf
+        model(torch.zeros(1, 12))  # the host multiplies the mask into the weight before a forward pass
+    else:
+        getattr(sums[model[2], "weight"], what)[1] = torch.nan
+    return model, sums
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("weight", r"Linear\(20, 6\).* has NaN or inf"),
+        ("x2", r"Linear\(20, 6\)(: scale must be finite| has NaN or inf)"),
+        ("g2", r"the output gradient of Linear\(20, 6\) has NaN or inf"),
+    ],
+)
+def test_what_is_not_finite_is_refused_by_name_and_nothing_is_pruned(what, message):
+    model, sums = spoilt(what)
+    calls = {
+        "global": lambda: global_fwanda_unstructured(list(sums), sums, amount=0.5),
+        "row": lambda: fwanda_unstructured(model[2], "weight", sums[model[2], "weight"], amount=0.5),
+        "wanda": lambda: wanda_unstructured(model[2], "weight", sums[model[2], "weight"], amount=0.5),
+    }
+    mask, hooks = model[2].weight_mask.clone(), dict(model[2]._forward_pre_hooks)
+    for name, call in calls.items():
+        if what != "g2" or name != "wanda":
+            with pytest.raises(UserError, match=message):
+                call()
+    assert "weight" in model[0]._parameters and torch.equal(model[2].weight_mask, mask)
+    assert dict(model[2]._forward_pre_hooks) == hooks
+
+
+def test_inputs_alone_serve_wanda_and_are_refused_by_fwanda():
+    model, statistics = measured()
+    key = (model[0], "weight")
+    inputs = fk.LayerStatistics(statistics[key].x2, None, statistics[key].n_tokens)
+    for call in (
+        lambda: fwanda_unstructured(*key, inputs, amount=0.5),
+        lambda: global_fwanda_unstructured([key], {key: inputs}, amount=0.5),
+    ):
+        with pytest.raises(UserError, match="SUM of the losses"):
+            call()
+    wanda_unstructured(*key, inputs, amount=0.5)
+    assert zeros(model[0]).tolist() == [6] * 20
 
 
 def test_a_module_that_saw_no_token_is_ranked_by_magnitude_with_a_warning():

@@ -5,6 +5,8 @@ from math import floor
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import fwanda_kernels as fk
 from fwanda_kernels.testing import KINDS, WEIGHT_DTYPES, assert_masks_equal, make_keep, make_scale, make_weight
@@ -122,6 +124,105 @@ def test_uniform_selection_is_wandas(kind, dtype, sparsity):
     removed = metric.sort(dim=-1, stable=True)[1][:, : floor(70 * Fraction(sparsity))]
     expected = torch.ones_like(weight, dtype=torch.bool).scatter_(1, removed, False)
     assert_masks_equal(fk.row_topk_mask(weight, x2.sqrt(), 70 - floor(70 * Fraction(sparsity))), expected)
+
+
+def naive_among(weight, scale, keep, among) -> torch.Tensor:
+    """Sort the allowed weights of each row by (score, column) and keep the tail."""
+    mask = torch.zeros(weight.shape, dtype=torch.bool)
+    scores = (weight.float().abs() * scale).tolist()
+    for i, (row, k) in enumerate(zip(scores, keep, strict=True)):
+        allowed = [j for j in range(len(row)) if among[i, j]]
+        order = sorted(allowed, key=lambda j: (row[j], j))
+        mask[i, order[max(len(order) - int(k), 0) :]] = True
+    return mask
+
+
+WEIGHTS = [0.0, -0.0, 1.0, -1.0, 2.0, 6e-8, -1e-30, 1e-45, 3e38, -65504.0]
+SCALES = [0.0, -0.0, 1.0, 0.5, 1e-38, 1e38]  # 3e38 * 1e38 overflows, 1e-30 * 1e-38 is 0
+
+
+@st.composite
+def selections(draw):
+    """weight, scale, keep, among: few different values, so that ties, zeros and overflow are the rule."""
+    rows, cols = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+
+    def matrix(values, shape=(rows, cols)):
+        size = shape[0] * shape[1]
+        return torch.tensor(draw(st.lists(values, min_size=size, max_size=size))).view(shape)
+
+    dtype = draw(st.sampled_from(WEIGHT_DTYPES))
+    most = torch.finfo(dtype).max
+    weight = matrix(st.sampled_from(draw(st.sampled_from([WEIGHTS, [0.0], [0.0, 1.0]])))).clamp(-most, most).to(dtype)
+    scale = matrix(st.sampled_from(draw(st.sampled_from([SCALES, [0.0], [1.0]]))), (1, cols)).view(cols)
+    keep = matrix(st.integers(0, cols), (1, rows)).view(rows)
+    among = matrix(draw(st.sampled_from([st.booleans(), st.just(False), st.just(True)])))
+    return weight, scale, keep, among
+
+
+@pytest.mark.usefixtures("backend")
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(selections())
+def test_row_topk_among_keeps_the_largest_of_the_allowed_ones_exactly(selection):
+    weight, scale, keep, among = selection
+    bad = torch.zeros(1, dtype=torch.int32)
+    expected = naive_among(weight, scale, keep, among)
+    assert_masks_equal(fk.row_topk_mask(weight, scale, keep, among=among), expected)
+    assert_masks_equal(fk.row_topk_mask(weight, scale, keep, among=among, bad=bad), expected)
+    assert not bad
+
+
+@pytest.mark.usefixtures("backend")
+@dtypes
+@kinds
+def test_row_topk_among_everything_is_row_topk(kind, dtype):
+    weight, scale, keep = make_weight(5, 130, dtype, kind=kind), make_scale(130), make_keep(5, 130)
+    everything = torch.ones(5, 130, dtype=torch.bool)
+    assert_masks_equal(fk.row_topk_mask(weight, scale, keep, among=everything), fk.row_topk_mask(weight, scale, keep))
+    assert not fk.row_topk_mask(weight, scale, keep, among=~everything).any()
+
+
+@pytest.mark.usefixtures("backend")
+@layouts
+def test_row_topk_among_takes_any_strides(layout):
+    weight, scale, keep = make_weight(6, 24, kind="heavy_ties"), make_scale(24), make_keep(6, 24)
+    among = LAYOUTS[layout](make_weight(6, 24, seed=1)) > 0
+    mask = fk.row_topk_mask(LAYOUTS[layout](weight), scale, keep, among=among.T.contiguous().T)
+    assert mask.is_contiguous()
+    assert_masks_equal(mask, naive_among(weight, scale, keep, among))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_outside_must_be_finite_too(value):
+    weight, among = torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    weight[1, 2], among[1, 2] = value, False
+    bad = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="row_topk_mask: weight has NaN or inf"):
+        fk.row_topk_mask(weight, torch.ones(4), 2, among=among)
+    fk.row_topk_mask(weight, torch.ones(4), 2, among=among, bad=bad)
+    assert int(bad) == 1
+
+
+@pytest.mark.parametrize(
+    "change, got",
+    [
+        (lambda a: a[:, 1:], "got [2, 3] bool on cpu"),
+        (lambda a: a.float(), "got [2, 4] float32 on cpu"),
+        (lambda a: a.to("meta"), "got [2, 4] bool on meta"),
+    ],
+)
+def test_an_among_that_does_not_fit_is_refused(change, got):
+    with pytest.raises(ValueError) as error:
+        fk.row_topk_mask(torch.ones(2, 4), torch.ones(4), 2, among=change(torch.ones(2, 4, dtype=torch.bool)))
+    assert str(error.value) == f"row_topk_mask: among must be [2, 4] bool on cpu, {got}"
+
+
+def test_row_topk_among_compiles_without_graph_breaks():
+    weight, scale, keep = make_weight(6, 24), make_scale(24), make_keep(6, 24)
+    among, bad = weight > 0, torch.zeros(1, dtype=torch.int32)
+    torch._dynamo.reset()
+    traced = torch.compile(fk.row_topk_mask, fullgraph=True, backend="aot_eager")
+    assert_masks_equal(traced(weight, scale, keep, among=among, bad=bad), naive_among(weight, scale, keep, among))
 
 
 # nm

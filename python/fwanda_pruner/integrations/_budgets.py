@@ -1,9 +1,11 @@
-"""What the adapters share: exact fractions, the norm of each input column, and the row budgets of F-Wanda."""
+"""What the adapters share: exact fractions, checks in one read of the device, and the row budgets of F-Wanda."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ import fwanda_kernels as fk
 
 from ..budgets import floored_omega
 from ..errors import UserError
+
+_NO_GRADIENT = "has no output gradient: run backward() on the SUM of the losses while collecting"
 
 
 def exact_fraction(name: str, value: float | str | Fraction) -> Fraction:
@@ -44,27 +48,61 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise UserError(f"{name} has NaN or inf values")
 
 
-def checked_norm(name: str, layer: fk.LayerStatistics) -> Tensor:
-    """[C] fp32 norm of each input column, with a warning where no token came by.
+def checked_mask(select: Callable[..., Tensor], name: str, weight: Tensor, scale: Tensor, *rest, **settings) -> Tensor:
+    """The mask of a selection op, which looks for bad values on its way: no pass over the weight of its own.
 
     Raises:
-        UserError: it is not finite.
+        UserError: the weight or the scale is not finite, naming it.
     """
+    bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    mask = select(weight, scale, *rest, bad=bad, **settings)
+    refuse_bad(name, int(bad))
+    return mask
+
+
+def refuse_bad(name: str, code: int) -> None:
+    """Put the `bad` code of a selection op into words.
+
+    Raises:
+        UserError: code is not 0.
+    """
+    if code:
+        hint = "; scale is the norm of each input column" if code & 2 else ""
+        raise UserError(fk.bad_message(name, code) + hint)
+
+
+def measured_norm(name: str, layer: fk.LayerStatistics) -> Tensor:
+    """[C] fp32 norm of each input column, with a warning where no token came by."""
     if not layer.n_tokens:
         warnings.warn(f"{name} saw no calibration token: its weights are ranked by magnitude", stacklevel=3)
-    check_finite(f"the input of {name}", layer.x2)
     return layer.norm
+
+
+def gradients_seen(names: Sequence[str], layers: Sequence[fk.LayerStatistics]) -> list[bool]:
+    """Whether a backward pass left anything in each g2.
+
+    Raises:
+        UserError: a g2 was not measured or is not finite, naming the module.
+    """
+    for name, layer in zip(names, layers, strict=True):
+        if layer.g2 is None:
+            raise UserError(f"{name} {_NO_GRADIENT}")
+    ranges = torch.stack([torch.stack(layer.g2.aminmax()) for layer in layers]).tolist()
+    for name, ends in zip(names, ranges, strict=True):
+        if not all(map(isfinite, ends)):
+            raise UserError(f"the output gradient of {name} has NaN or inf values")
+    return [any(ends) for ends in ranges]
 
 
 def check_gradient(name: str, layer: fk.LayerStatistics) -> None:
     """Refuse g2 of a module that saw tokens but no backward pass.
 
     Raises:
-        UserError: saying what to run.
+        UserError: saying what to run, or that g2 is not finite.
     """
-    check_finite(f"the output gradient of {name}", layer.g2)
-    if layer.n_tokens and not bool(layer.g2.any()):
-        raise UserError(f"{name} has no output gradient: run backward() on the SUM of the losses while collecting")
+    (seen,) = gradients_seen([name], [layer])
+    if layer.n_tokens and not seen:
+        raise UserError(f"{name} {_NO_GRADIENT}")
 
 
 def row_budgets(name: str, layer: fk.LayerStatistics, total: int, *, k_max: int, power: float) -> Tensor:

@@ -31,7 +31,7 @@ import fwanda_kernels as fk
 
 from ..errors import UserError
 from . import check_linear, check_version
-from ._budgets import check_finite, check_gradient, checked_norm, exact_fraction, kept, row_budgets
+from ._budgets import check_gradient, checked_mask, exact_fraction, kept, measured_norm, row_budgets
 
 try:
     from torch.ao.pruning import BaseSparsifier
@@ -137,19 +137,18 @@ class WandaSparsifier(BaseSparsifier):
         name, level = group["tensor_fqn"], exact_fraction("sparsity_level", group["sparsity_level"])
         parametrization = getattr(module.parametrizations, tensor_name)
         weight, mask, state = parametrization.original.detach(), parametrization[0].mask, self.state[name]
-        check_finite(name, weight)
         layer = fk.LayerStatistics(state["x2"], state["g2"], state["n_tokens"])
-        scale = checked_norm(name, layer)
+        scale = measured_norm(name, layer)
         rows, cols = weight.shape
         block = group["semi_structured_block_size"]
         if block is not None:
-            mask.copy_(fk.nm_mask(weight, scale, kept(block, level), block))
+            mask.copy_(checked_mask(fk.nm_mask, name, weight, scale, kept(block, level), block))
             return
         keep = kept(cols, level)
         if group["allocation"] == "row":
             total = kept(rows * cols, level)
             keep = row_budgets(name, layer, total, k_max=cols, power=group["power"])
-        mask.copy_(fk.row_topk_mask(weight, scale, keep))
+        mask.copy_(checked_mask(fk.row_topk_mask, name, weight, scale, keep))
 
     def squash_mask(self, *args, **kwargs) -> None:
         """Multiply the masks into the weights and remove them, as every sparsifier of the host does."""

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 import fwanda_kernels as fk
 
 from ..budgets import keep_budgets
-from ..calibrate import calibrate, unseen_layer
+from ..calibrate import Statistics, calibrate, unseen_layer
 from ..config import PruneConfig
 from ..errors import UserError
 from ..model import Target, check_model
+from ..passes import PassSettings
 from . import check_linear, check_version, kept_of
+from ._budgets import refuse_bad
 
 try:
     import llmcompressor
@@ -169,7 +171,7 @@ class FWandaModifier(SparsityModifierBase):
         if config.needs_fisher:
             training = model.training
             model.eval()
-            statistics = calibrate(model, _windows(samples), targets, fisher=config.fisher)
+            statistics = _calibrate(model, _windows(samples), targets, config.fisher)
             model.train(training)
             statistics.check(targets, fisher=True)
         return keep_budgets(config, targets, statistics)
@@ -188,10 +190,28 @@ class FWandaModifier(SparsityModifierBase):
                 for weight, norm, flag in zip(weights, norms, flags.split(1), strict=True):
                     fk.nm_prune_(weight, norm, *self._config.nm, bad=flag)
             for target, weight, flag in zip(targets, weights, flags.tolist(), strict=True):
-                if flag:
-                    raise UserError(fk.bad_message(target.name, flag))
+                refuse_bad(target.name, flag)
                 update_offload_parameter(target.module, "weight", weight)
                 del self._pending[target.module], self._inputs[target.name]
+
+
+def _calibrate(model: nn.Module, windows: list[Tensor], targets: list[Target], fisher: str) -> Statistics:
+    """calibrate() over windows of any lengths: those of one length together, and the sums added."""
+    by_length: dict[int, list[Tensor]] = {}
+    for ids in windows:
+        by_length.setdefault(len(ids), []).append(ids)
+    with warnings.catch_warnings():  # the other lengths may reach it; on_calibration_end() tells what nothing reached
+        warnings.filterwarnings("ignore", ".* saw no calibration token")
+        total, *parts = [
+            calibrate(model, torch.stack(ids), targets, fisher=fisher, settings=PassSettings(compile="off"))
+            for ids in by_length.values()
+        ]
+    for part in parts:
+        for name in total.x2:
+            total.x2[name] += part.x2[name]
+            total.g2[name] += part.g2[name]
+            total.n_tokens[name] += part.n_tokens[name]
+    return total
 
 
 def _windows(samples: Iterable) -> list[Tensor]:
@@ -200,7 +220,7 @@ def _windows(samples: Iterable) -> list[Tensor]:
     A shuffling loader draws by torch's global generator, which is left as it was.
 
     Raises:
-        UserError: a batch is padded, or is not text alone.
+        UserError: a batch is padded or is not text alone, or there is none.
     """
     windows: list[Tensor] = []
     with torch.random.fork_rng(devices=[]):
@@ -217,6 +237,8 @@ def _windows(samples: Iterable) -> list[Tensor]:
                     'data_collator="truncation"'
                 )
             windows.extend(ids)
+    if not windows:
+        raise UserError("FWandaModifier needs calibration samples, got an empty dataset")
     return windows
 
 
@@ -252,7 +274,8 @@ def use_fwanda_kernels() -> Iterator[None]:
       `preserve_sparsity_mask`, and a pattern that does not divide both the columns and block_size, stay with the host.
 
     Raises:
-        UserError: when calibration starts: a target is quantised or parametrised, naming it.
+        UserError: naming the layer: when calibration starts, it is quantised or parametrised; under Wanda, its weight
+            or inputs are not finite; under SparseGPT, its Hessian has no factor.
     """
     names: dict[nn.Module, str] = {}
     start = SparsityModifierBase.on_calibration_start
@@ -266,25 +289,27 @@ def use_fwanda_kernels() -> Iterator[None]:
 
     with (
         patch_attr(SparsityModifierBase, "on_calibration_start", checked_start),
-        patch_attr(wanda, "sparsify_weight", partial(_wanda_weight, wanda.sparsify_weight)),
+        patch_attr(wanda, "sparsify_weight", partial(_wanda_weight, wanda.sparsify_weight, names)),
         patch_attr(sparsegpt, "sparsify_weight", partial(_sparsegpt_weight, sparsegpt.sparsify_weight, names)),
     ):
         yield
 
 
-def _wanda_weight(stock, *, module, row_scalars_dict, sparsity, prune_n, prune_m) -> Tensor:
+def _wanda_weight(stock, names, *, module, row_scalars_dict, sparsity, prune_n, prune_m) -> Tensor:
     """The host's Wanda selection: returns the pruned copy of the weight."""
     if not isinstance(module, nn.Linear):
         return stock(module, row_scalars_dict, sparsity, prune_n, prune_m)
     weight = module.weight.detach().clone()
     scale, cols = row_scalars_dict.pop(module).sqrt(), weight.shape[1]
-    if not prune_n:
-        fk.row_topk_prune_(weight, scale, cols - int(cols * sparsity))
-        return weight
-    whole, rest = cols - cols % prune_m, cols % prune_m
-    fk.nm_prune_(weight[:, :whole], scale[:whole], kept_of(prune_n, prune_m), prune_m)
-    if rest:
-        fk.row_topk_prune_(weight[:, whole:], scale[whole:], rest - prune_n)
+    bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    if prune_n:
+        whole, rest = cols - cols % prune_m, cols % prune_m
+        fk.nm_prune_(weight[:, :whole], scale[:whole], kept_of(prune_n, prune_m), prune_m, bad=bad)
+        if rest:
+            fk.row_topk_prune_(weight[:, whole:], scale[whole:], rest - prune_n, bad=bad)
+    else:
+        fk.row_topk_prune_(weight, scale, cols - int(cols * sparsity), bad=bad)
+    refuse_bad(names.get(module, "a layer"), int(bad))
     return weight
 
 

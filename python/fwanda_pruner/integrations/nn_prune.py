@@ -24,7 +24,16 @@ from ..budgets import global_budgets
 from ..config import PruneConfig
 from ..errors import UserError
 from . import check_linear, check_version
-from ._budgets import check_finite, checked_norm, exact_fraction, kept, row_budgets
+from ._budgets import (
+    check_finite,
+    checked_mask,
+    exact_fraction,
+    gradients_seen,
+    kept,
+    measured_norm,
+    refuse_bad,
+    row_budgets,
+)
 
 check_version("torch", torch.__version__, "2.10", "2.13")
 
@@ -34,7 +43,7 @@ class WandaUnstructured(prune.BasePruningMethod):
 
     Args:
         scale: [C] fp32, finite and >= 0: the norm of each input column.
-        keep: [R] int64, kept per row; where fewer are left unpruned, all of those.
+        keep: int, or [R] int64: kept per row; where fewer are left unpruned, all of those.
 
     Tie rule: among equal scores the lowest column is removed first. With `importance_scores` these take the place of W.
     Source: Sun et al. 2024 (Wanda), equation 1; with budgets, the paper, algorithm 1.
@@ -42,27 +51,24 @@ class WandaUnstructured(prune.BasePruningMethod):
 
     PRUNING_TYPE = "global"  # a PruningContainer then passes whole matrices, so that a row stays a row
 
-    def __init__(self, scale: Tensor, keep: Tensor):
+    def __init__(self, scale: Tensor, keep: int | Tensor):
         self.scale, self.keep = scale, keep
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """[R, C] mask in the dtype of default_mask, 1 = kept, 0 wherever default_mask is."""
-        weight = t.detach()
-        if int(default_mask.count_nonzero()) == default_mask.numel():
-            return fk.row_topk_mask(weight, self.scale, self.keep).to(default_mask.dtype)
-        pruned = default_mask == 0
-        weight = weight.masked_fill(pruned, 0)
-        mask = fk.row_topk_mask(weight, self.scale, self.keep)
-        if bool((mask & pruned).any()):
-            mask = self._among_unpruned(weight, pruned)
+        among = default_mask != 0
+        mask = checked_mask(fk.row_topk_mask, "WandaUnstructured", t.detach(), self.scale, self.keep, among=among)
         return mask.to(default_mask.dtype)
 
-    def _among_unpruned(self, weight: Tensor, pruned: Tensor) -> Tensor:
-        """The mask where pruned weights tie with others of score 0: they come first in their row, so they go first."""
-        order = (~pruned).byte().argsort(dim=1, stable=True)
-        scores = (weight.float().abs() * self.scale).clamp(max=torch.finfo(torch.float32).max).gather(1, order)
-        kept = fk.row_topk_mask(scores, torch.ones_like(self.scale), self.keep)
-        return torch.empty_like(kept).scatter_(1, order, kept) & ~pruned
+
+class _Selected(WandaUnstructured):
+    """Takes the mask itself for the importance scores: it was found before the host touches the module."""
+
+    def __init__(self):
+        pass
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        return t
 
 
 def wanda_unstructured(
@@ -83,12 +89,14 @@ def wanda_unstructured(
         UserError: the module, its weight, the statistics or amount do not fit.
     """
     removed = _fraction(amount)
-    mask = _mask(module, name, statistics)
-    scale = checked_norm(_title(module), statistics)
-    left = mask.count_nonzero(1).tolist()
-    kept_of_left = {count: kept(count, removed) for count in set(left)}
-    keep = torch.tensor([kept_of_left[count] for count in left], device=mask.device)
-    WandaUnstructured.apply(module, name, scale=scale, keep=keep)
+    _check(module, name, statistics)
+    scale, among = measured_norm(_title(module), statistics), _unpruned(module)
+    if among is None:
+        keep = kept(module.in_features, removed)
+    else:
+        counts, row = among.sum(1).unique(return_inverse=True)
+        keep = torch.tensor([kept(n, removed) for n in counts.tolist()], device=scale.device)[row]
+    _prune([module], [scale], [keep], [among])
     return module
 
 
@@ -109,15 +117,16 @@ def fwanda_unstructured(
             has no exact budget within those bounds.
     """
     removed = _fraction(amount)
-    mask = _mask(module, name, statistics)
-    title = _title(module)
-    left = mask.count_nonzero(1).tolist()
-    if len(set(left)) > 1:
-        raise UserError(f"{title} has {min(left)} to {max(left)} unpruned weights in a row; F-Wanda needs equal rows")
-    scale = checked_norm(title, statistics)
-    total = kept(sum(left), removed)
-    keep = row_budgets(title, statistics, total, k_max=left[0], power=power)
-    WandaUnstructured.apply(module, name, scale=scale, keep=keep)
+    _check(module, name, statistics)
+    title, among = _title(module), _unpruned(module)
+    rows, least = module.weight.shape
+    if among is not None:
+        least, most = torch.stack(among.sum(1).aminmax()).tolist()
+        if least < most:
+            raise UserError(f"{title} has {least} to {most} unpruned weights in a row; F-Wanda needs equal rows")
+    scale = measured_norm(title, statistics)
+    keep = row_budgets(title, statistics, kept(rows * least, removed), k_max=least, power=power)
+    _prune([module], [scale], [keep], [among])
     return module
 
 
@@ -145,29 +154,45 @@ def global_fwanda_unstructured(
     parameters = list(parameters)
     if not parameters or len(set(parameters)) < len(parameters):
         raise UserError(f"parameters must be different (module, name) tuples, at least one, got {len(parameters)}")
-    masks = []
     for module, name in parameters:
         if (module, name) not in statistics:
             raise UserError(f"statistics has no entry ({_title(module)}, {name!r}); was the module ever called?")
-        masks.append(_mask(module, name, statistics[module, name]))
-        check_finite(f"the output gradient of {_title(module)}", statistics[module, name].g2)
-    layers = [statistics[p] for p in parameters]
-    if not any(bool(s.g2.any()) for s in layers):
+        _check(module, name, statistics[module, name])
+    modules, layers = [module for module, _ in parameters], [statistics[p] for p in parameters]
+    titles = [_title(module) for module in modules]
+    if not any(gradients_seen(titles, layers)):
         raise UserError("no module has an output gradient: run backward() on the SUM of the losses while collecting")
-    left = [mask.count_nonzero(1) for mask in masks]
-    total, size = kept(sum(int(k.sum()) for k in left), removed), sum(mask.numel() for mask in masks)
-
+    amongs = [_unpruned(module) for module in modules]
+    sizes = [module.weight.numel() for module in modules]
+    left = [_left(module, among) for module, among in zip(modules, amongs, strict=True)]
+    total = kept(int(torch.cat(left).sum()), removed)
     config = PruneConfig(
         method="fwanda",
         allocation="global",
-        sparsity=str(Fraction(size - total, size)),
+        sparsity=str(Fraction(sum(sizes) - total, sum(sizes))),
         row_exponent=row_exponent,
         layer_exponent=layer_exponent,
     )
-    keeps = _within(global_budgets(config, [module.weight.detach() for module, _ in parameters], layers), left)
-    scales = [checked_norm(_title(m), s) for (m, _), s in zip(parameters, layers, strict=True)]
-    for (module, name), scale, keep in zip(parameters, scales, keeps, strict=True):
-        WandaUnstructured.apply(module, name, scale=scale, keep=keep)
+    counts = _global_counts(config, modules, layers)
+    scales = [measured_norm(title, layer) for title, layer in zip(titles, layers, strict=True)]
+    _prune(modules, scales, _within(counts, left), amongs)
+
+
+def _left(module: nn.Linear, among: Tensor | None) -> Tensor:
+    """[R] int64 unpruned weights."""
+    rows, cols = module.weight.shape
+    return torch.full((rows,), cols, device=module.weight.device) if among is None else among.sum(1)
+
+
+def _global_counts(config: PruneConfig, modules: list[nn.Linear], layers: list[fk.LayerStatistics]) -> list[Tensor]:
+    """global_budgets() of the modules; where it refuses a value, the message names the module."""
+    try:
+        return global_budgets(config, [module.weight.detach() for module in modules], layers)
+    except ValueError:
+        for module, layer in zip(modules, layers, strict=True):
+            check_finite(f"{_title(module)}.weight", module.weight.detach())
+            check_finite(f"the input of {_title(module)}", layer.x2)
+        raise
 
 
 def _within(counts: list[Tensor], left: list[Tensor]) -> list[Tensor]:
@@ -196,22 +221,37 @@ def _fraction(amount: float | str | Fraction) -> Fraction:
     return exact_fraction("amount", amount)
 
 
-def _mask(module: nn.Module, name: str, statistics: fk.LayerStatistics) -> Tensor:
-    """[R, C] bool, True where not pruned yet.
-
-    Raises:
-        UserError: the module cannot be pruned, or the statistics are not its own.
-    """
+def _check(module: nn.Module, name: str, statistics: fk.LayerStatistics) -> None:
+    """Refuse a module that cannot be pruned, and statistics that are not its own."""
     if name != "weight":
         raise UserError(f"only the weight of a linear module can be ranked by its inputs, got name {name!r}")
     check_linear(type(module).__name__, module, pruned=True)
-    weight = module.weight.detach()
-    got = [(list(s.shape), str(s.device)) for s in (statistics.g2, statistics.x2)]
-    if got != [([size], str(weight.device)) for size in weight.shape]:
+    weight, sums = module.weight, (statistics.g2, statistics.x2)
+    got = [None if s is None else (list(s.shape), str(s.device)) for s in sums]
+    if any(g not in (None, ([size], str(weight.device))) for g, size in zip(got, weight.shape, strict=True)):
         raise UserError(
             f"the statistics are of another module or device: {_title(module)} on {weight.device} needs g2 [R], x2 [C] "
             f"of {list(weight.shape)}, got {got}"
         )
-    check_finite(f"{_title(module)}.weight", weight)
+
+
+def _unpruned(module: nn.Linear) -> Tensor | None:
+    """[R, C] bool, True where not pruned yet; None where nothing is."""
     mask = getattr(module, "weight_mask", None)
-    return torch.ones_like(weight, dtype=torch.bool) if mask is None else mask != 0
+    return None if mask is None else mask != 0
+
+
+def _prune(
+    modules: list[nn.Linear], scales: list[Tensor], keeps: list[int | Tensor], amongs: list[Tensor | None]
+) -> None:
+    """Find all masks, then hand them to the host: nothing is pruned where a value is refused."""
+    weights = [module.weight.detach() for module in modules]
+    flags = torch.zeros(len(modules), dtype=torch.int32, device=weights[0].device)
+    masks = [
+        fk.row_topk_mask(weight, scale, keep, among=among, bad=bad)
+        for weight, scale, keep, among, bad in zip(weights, scales, keeps, amongs, flags.split(1), strict=True)
+    ]
+    for module, code in zip(modules, flags.tolist(), strict=True):
+        refuse_bad(_title(module), code)
+    for module, weight, mask in zip(modules, weights, masks, strict=True):
+        _Selected.apply(module, "weight", importance_scores=mask.to(weight.dtype))

@@ -84,9 +84,14 @@ def wanda_mask(
     selection is a topk, which leaves it open which of equal scores at the cut goes: without such ties the masks are
     equal, with them this one is still defined and the count is the same.
     """
-    parts = _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m)
-    masks = [fk.row_topk_mask(w, s, keep) if m is None else fk.nm_mask(w, s, keep, m) for w, s, keep, m in parts]
-    return ~torch.cat(masks, dim=1)
+    bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    masks = [
+        fk.row_topk_mask(part, scale, keep, bad=bad) if m is None else fk.nm_mask(part, scale, keep, m, bad=bad)
+        for part, scale, keep, m in _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m)
+    ]
+    if int(bad):
+        raise ValueError(fk.bad_message("wanda_mask", int(bad)))
+    return (masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)).logical_not_()
 
 
 def wanda_prune_(
