@@ -67,6 +67,7 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     parser.add_argument("--allocation")
     parser.add_argument("--sparsity", default="0.5")
     parser.add_argument("--tokens", default="128x2048", metavar="SxL", help="windows x their length (%(default)s)")
+    parser.add_argument("--blocks", type=int, metavar="N", help="decoder blocks of the model (default: all)")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of a run")
@@ -155,7 +156,7 @@ class Bench:
             held = torch.cuda.memory_allocated()
         say(f"building {self.args.shape}, {held / 1e9:.1f} GB held before")
         start = time.perf_counter()
-        model = build(self.args.shape, self.dtype, self.device, self.args.seed)
+        model = build(self.args.shape, self.dtype, self.device, self.args.seed, self.args.blocks)
         synchronize(self.device)
         return model, time.perf_counter() - start
 
@@ -175,7 +176,7 @@ class Bench:
             "kind": "prune",
             **machine(self.device),
             "transformers": transformers.__version__,
-            "shape": self.args.shape,
+            "shape": self.args.shape + (f", {self.args.blocks} blocks" if self.args.blocks else ""),
             "method": self.config.method,
             "allocation": self.config.allocation,
             "sparsity": self.config.sparsity,

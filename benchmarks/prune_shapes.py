@@ -41,9 +41,13 @@ SHAPES = {
 _ROOF_SIZE = {"cuda": 8192, "cpu": 512}
 
 
-def build(shape: str, dtype: torch.dtype, device: str, seed: int) -> nn.Module:
-    """A causal language model of a shape of SHAPES, made on the device, untied, in eval mode, with random weights."""
+def build(shape: str, dtype: torch.dtype, device: str, seed: int, blocks: int | None = None) -> nn.Module:
+    """A causal language model of a shape of SHAPES, made on the device, untied, in eval mode, with random weights.
+
+    With `blocks` it has that many decoder blocks instead of all.
+    """
     family, numbers = SHAPES[shape]
+    numbers = numbers | ({} if blocks is None else {"num_hidden_layers": blocks})
     config = getattr(transformers, f"{family}Config")(
         **numbers, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
