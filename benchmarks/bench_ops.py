@@ -26,9 +26,9 @@ CASES = {
         *[("compress_24_cusparselt", f"{r} x {c}", cases.compress_cusparselt, (r, c)) for r, c in SELECT[:3]],
         ("select_threshold", "7B, 224 matrices", cases.threshold, (LLAMA_7B, 32)),
         ("allocate_budgets", "7B, 224 matrices", cases.budgets, (LLAMA_7B,)),
-        ("accumulate_gram_", "8192 x 4096", cases.gram, (8192, 4096)),
-        ("obs_factor", "4096", cases.factor, (4096,)),
-        ("obs_prune_", "4096 x 4096", cases.obs, (4096, 4096)),
+        *[("accumulate_gram_", f"{t} x {c}", cases.gram, (t, c)) for t in (2048, 8192) for c in (4096, 11008)],
+        *[("obs_factor", f"{c}", cases.factor, (c,)) for c in (4096, 11008)],
+        *[("obs_prune_", f"{r} x {c}", cases.obs, (r, c)) for r, c in SELECT[:3]],
     ],
     "cpu": [
         ("accumulate_sq_sums_", "2048 x 4096", cases.sq_sums, (2048, 4096)),

@@ -338,7 +338,7 @@ def gram(device: str, tokens: int, cols: int) -> Work:
         found = torch.zeros(cols, cols, device=device)
         fk.accumulate_gram_(found, x)
         expected = x.double().T @ x.double()
-        assert float((found.double() - expected).norm() / expected.norm()) < 1e-5
+        assert float((found.double() - expected).norm() / expected.norm()) < 5e-5  # tensor cores cut their sums
 
     naive = [lambda: hessian.add_(x.float().T @ x.float())]
     return Work([lambda: fk.accumulate_gram_(hessian, x)], naive, check, None)
@@ -352,15 +352,15 @@ def hessian_of(cols: int, device: str) -> Tensor:
 def factor(device: str, cols: int) -> Work:
     hessian = hessian_of(cols, device)
 
-    def naive():
-        damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(cols, device=device)
+    def naive(h):
+        damped = h + 0.01 * h.diagonal().mean() * torch.eye(cols, dtype=h.dtype, device=device)
         return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
 
     def check():
         found, info = fk.obs_factor(hessian)
-        assert int(info) == 0 and float((found - naive()).norm() / found.norm()) < 1e-2
+        assert int(info) == 0 and float((found - naive(hessian.double())).norm() / found.norm()) < 1e-4
 
-    return Work([lambda: fk.obs_factor(hessian)], [naive], check, None)
+    return Work([lambda: fk.obs_factor(hessian)], [lambda: naive(hessian)], check, None)
 
 
 def obs(device: str, rows: int, cols: int) -> Work:

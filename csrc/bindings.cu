@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "obs.cuh"
 #include "select.cuh"
 #include "sparse24.cuh"
 #include "stats.cuh"
@@ -141,6 +142,27 @@ std::tuple<Tensor, Tensor> count_at_threshold(
   return {larger, equal};
 }
 
+// counters: int32 zeros for `sparsity`, else unused. chosen: keep or mask. See fwanda::ObsBlock for the rest.
+void obs_prune_block(
+    const Tensor& weight, const Tensor& work, const Tensor& factor, const Tensor& weighting,
+    std::optional<Tensor> row_weight, std::optional<Tensor> chosen, const Tensor& errors, const Tensor& counters,
+    int64_t choice, int64_t start, int64_t end, int64_t dropped, int64_t group) {
+  DeviceGuard guard(weight.get_device_index());
+  STD_TORCH_CHECK(end - start <= fwanda::kObsColumns && counters.size(0) >= fwanda::kObsCounters, "fwanda_C: block");
+  bool mask = chosen && chosen->dim() == 2;
+  fwanda::ObsBlock block{
+      static_cast<const float*>(work.data_ptr()), weight.data_ptr(), static_cast<const float*>(factor.data_ptr()),
+      static_cast<const float*>(weighting.data_ptr()),
+      row_weight ? static_cast<const float*>(row_weight->data_ptr()) : nullptr, chosen ? chosen->data_ptr() : nullptr,
+      static_cast<float*>(errors.data_ptr()), static_cast<int32_t*>(counters.data_ptr()), work.stride(0),
+      weight.stride(0), weight.stride(1), mask ? chosen->stride(0) : 0, mask ? chosen->stride(1) : 0,
+      static_cast<int32_t>(weight.size(0)), static_cast<int32_t>(weight.size(1)), static_cast<int32_t>(start),
+      static_cast<int32_t>(end), static_cast<int32_t>(dropped), static_cast<int32_t>(group),
+      static_cast<fwanda::ObsChoice>(choice), dtype_of(weight),
+  };
+  check(fwanda::obs_prune_block(block, current_stream(weight)));
+}
+
 }  // namespace
 
 // Overload names apart from those of the CPU library, which may be loaded beside this one.
@@ -154,6 +176,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
   m.def(
       "count_at_threshold(Tensor[] weights, Tensor[] row_scales, Tensor[] col_scales, int total, Tensor(a!) bad)"
       " -> (Tensor, Tensor)");
+  m.def(
+      "obs_prune_block(Tensor(a!) weight, Tensor work, Tensor factor, Tensor weighting, Tensor? row_weight,"
+      " Tensor? chosen, Tensor(b!) errors, Tensor(c!) counters, int choice, int start, int end, int dropped, int group)"
+      " -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fwanda_C, CUDA, m) {
@@ -164,4 +190,5 @@ STABLE_TORCH_LIBRARY_IMPL(fwanda_C, CUDA, m) {
   m.impl("mask_n_of_4", TORCH_BOX(&mask_n_of_4));
   m.impl("compress_24", TORCH_BOX(&compress_24));
   m.impl("count_at_threshold", TORCH_BOX(&count_at_threshold));
+  m.impl("obs_prune_block", TORCH_BOX(&obs_prune_block));
 }

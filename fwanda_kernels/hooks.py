@@ -147,10 +147,15 @@ class _Sums:
         mask: token_mask.
     """
 
-    def __init__(self, x: Tensor, output: Tensor, mask: Tensor | None, leader: _Sums | None):
-        self.x2 = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
-        self.g2 = torch.zeros(output.shape[-1], dtype=torch.float32, device=output.device)
-        self.n_tokens = 0
+    def __init__(
+        self, x: Tensor, output: Tensor, mask: Tensor | None, leader: _Sums | None, start: LayerStatistics | None
+    ):
+        if start is None:
+            self.x2 = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
+            self.g2 = torch.zeros(output.shape[-1], dtype=torch.float32, device=output.device)
+        else:
+            self.x2, self.g2 = start.x2.to(x.device, copy=True), start.g2.to(output.device, copy=True)
+        self.n_tokens = 0 if start is None else start.n_tokens
         self.leads = leader is None
         own = (torch.zeros_like(self.x2), torch.zeros(1, dtype=torch.int64))
         self.compiled = own if leader is None else leader.compiled
@@ -173,6 +178,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     Args:
         modules: name -> linear module (anything with one input [..., C], one output [..., R] and a 2-D weight).
+        initial: name -> the sums of an interrupted collection, to go on from; a name without an entry starts at 0.
 
     Attributes:
         token_mask: [B, L] bool for the next forward pass, False = padding; None (default) counts every position.
@@ -191,8 +197,9 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
     Source: the paper, algorithm 1, lines 1 and 2.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]):
+    def __init__(self, modules: Mapping[str, nn.Module], initial: Mapping[str, LayerStatistics] | None = None):
         self._modules = dict(modules)
+        self._initial = dict(initial or {})
         self._sums: dict[str, _Sums] = {}
         self._handles: list = []
         self._last_input = _LastInput()
@@ -201,13 +208,14 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     def __getitem__(self, name: str) -> LayerStatistics:
         self._pending.flush()
-        return self._sums[name].total()
+        return self._sums[name].total() if name in self._sums else self._initial[name]
 
     def __iter__(self):
-        return iter(self._sums)
+        yield from self._sums
+        yield from self._initial
 
     def __len__(self) -> int:
-        return len(self._sums)
+        return len(self._sums) + len(self._initial)
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -224,7 +232,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     @property
     def unseen(self) -> list[str]:
-        return [name for name in self._modules if name not in self._sums]
+        return [name for name in self._modules if name not in self]
 
     def start(self) -> None:
         """Hook the modules; a start while started changes nothing, one after stop() goes on adding."""
@@ -289,7 +297,8 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         reduced = self._last_input.value
         if name not in self._sums:
             with torch.inference_mode(False):  # so that later passes may add to them outside inference mode
-                self._sums[name] = _Sums(x, output, self._token_mask, reduced.leader)
+                start = self._initial.pop(name, None)
+                self._sums[name] = _Sums(x, output, self._token_mask, reduced.leader, start)
             setattr(module, _SUMS, self._sums[name])
         sums = self._sums[name]
         reduced.leader = reduced.leader or sums

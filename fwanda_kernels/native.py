@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from ._build import find_library
-from .reference import _bad_scale, _bad_weight, _keep_last_ties, bad_message, check_selection
+from ._obs import CHOICES, MAX_BLOCK, Sweep, sweep
+from .reference import _bad_scale, _bad_weight, _keep_last_ties, bad_message, check_selection, columns_of_block
 
 _CUDA_COLUMNS = {torch.bfloat16: 65535, torch.float16: 65535, torch.float32: 57344}
+_OBS_GROUPS, _OBS_COUNTERS = (4, 8, 16, 32), 4100
 
 # what this version calls in each library
 _SYMBOLS = {
     "cpu": ("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_"),
     "cuda": (
         "row_topk_mask", "foreach_row_topk_prune_", "foreach_accumulate_sq_sums_", "mask_n_of_4", "prune_n_of_4_",
-        "compress_24", "count_at_threshold",
+        "compress_24", "count_at_threshold", "obs_prune_block",
     ),
 }  # fmt: skip
 _loaded: set[str] = set()
@@ -186,6 +188,27 @@ def _cuda_select_threshold(weights, row_scales, col_scales, total: int, bad: Ten
     return _keep_last_ties(larger.long(), equal.long(), total - larger.sum())
 
 
+def _cuda_prune_block(state: Sweep, a: int, b: int, dropped: int, errors: Tensor, counts: Tensor) -> None:
+    torch.ops.fwanda_C.obs_prune_block(
+        state.weight, state.work, state.factor, state.weighting, state.row_weight, state.chosen, errors, counts,
+        CHOICES.index(state.choice), a, b, dropped, state.group,
+    )  # fmt: skip
+
+
+def _cuda_obs_prune_(weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping) -> None:
+    """Blocks begin at multiples of 4 columns, as 16-byte loads need it."""
+    cols = weight.shape[1]
+    if not _hopper(weight.device) or not weight.numel() or (pattern is not None and pattern[1] not in _OBS_GROUPS):
+        return NotImplemented
+    size = columns_of_block(cols, block, pattern)
+    if size > MAX_BLOCK or (size % 4 and size < cols):
+        return NotImplemented
+    return sweep(
+        _cuda_prune_block, _OBS_COUNTERS,
+        weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping,
+    )  # fmt: skip
+
+
 _OPS: dict[str, dict[str, Callable]] = {
     "cpu": {
         "row_topk_mask": _cpu_row_topk_mask,
@@ -204,5 +227,6 @@ _OPS: dict[str, dict[str, Callable]] = {
         "nm_prune_": _cuda_nm_prune_,
         "compress_24": _cuda_compress_24,
         "select_threshold": _cuda_select_threshold,
+        "obs_prune_": _cuda_obs_prune_,
     },
 }

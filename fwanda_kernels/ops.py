@@ -83,7 +83,7 @@ def accumulate_gram_(hessian: Tensor, x: Tensor, *, token_mask: Tensor | None = 
     """Add the Gram matrix of the tokens: hessian += X^T X, accumulated in fp32.
 
     Args:
-        hessian: [C, C] fp32, updated in place.
+        hessian: [C, C] fp32, symmetric, updated in place.
         x: [..., C] bf16|fp16|fp32 activations, at least 2-D.
         token_mask: [...] bool, the leading shape of x; False positions (padding) do not count. None counts all.
 
@@ -399,7 +399,7 @@ def obs_factor(hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: a shape, dtype, device or damping does not fit.
 
-    4/3 C^3 FLOPs. Source: Frantar and Alistarh 2023 (SparseGPT), section 3.3.
+    C^3 FLOPs. Source: Frantar and Alistarh 2023 (SparseGPT), section 3.3.
     """
     checks.expect_hessian("obs_factor", hessian)
     if not damping > 0:

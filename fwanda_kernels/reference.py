@@ -5,7 +5,10 @@ Convention: [R, C] weights are read row by row in fp32; a mask is True where a w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ _BAD_TEXT = {
 }
 _SLAB_TOKENS, _CHUNK_TOKENS = 256, 4096
 _HIGH_BITS, _LOW_BITS = 15, 16
+_LEAF = 128
 
 
 def bad_message(op: str, code: int) -> str:
@@ -68,9 +72,10 @@ def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask
 
 
 def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
-    for rows in _token_chunks(x, token_mask, _CHUNK_TOKENS):
-        rows = rows.float()
-        hessian.addmm_(rows.T, rows)
+    with full_fp32():
+        for rows in _token_chunks(x, token_mask, _CHUNK_TOKENS):
+            rows = rows.float()
+            hessian.addmm_(rows.T, rows)
 
 
 def _token_chunks(x: Tensor, token_mask: Tensor | None, size: int):
@@ -192,20 +197,93 @@ def _keep_last_ties(larger: Tensor, ties: Tensor, kept: Tensor) -> Tensor:
 # obs
 
 
+@contextmanager
+def full_fp32() -> Iterator[None]:
+    """Products of fp32 matrices on CUDA stay fp32 inside the block, whatever the process allows (TF32)."""
+    matmul = torch.backends.cuda.matmul
+    allowed, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = allowed
+
+
 def obs_factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    size = hessian.shape[0]
-    diagonal = hessian.diagonal()
-    dead = diagonal == 0
-    damped = hessian.clone()
-    alive = torch.where(dead, torch.ones_like(diagonal), diagonal)
-    damped.diagonal().copy_(alive + damping * alive.mean())
+    dead = hessian.diagonal().flip(0) == 0
     # with P the flip, H = P L L' P, so P inv(L) P is upper triangular and its gram is inv(H)
-    lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(size, device=hessian.device), upper=False)
-    factor = inverse.flip(0, 1).contiguous()
-    factor.diagonal().mul_(1 - 2 * dead.to(factor.dtype))
+    flipped = hessian.flip(0, 1)
+    diagonal = flipped.diagonal()
+    diagonal.masked_fill_(dead, 1)
+    diagonal.add_(damping * diagonal.mean())
+    with full_fp32():
+        lower, info = torch.linalg.cholesky_ex(flipped)
+        factor = _inverse_of_lower(lower).flip(0, 1)
+    factor.diagonal().mul_(1 - 2 * dead.flip(0).to(factor.dtype))
     info = torch.where((info == 0) & ~factor.isfinite().all(), torch.full_like(info, -1), info)
     return factor, info
+
+
+def _inverse_of_lower(lower: Tensor) -> Tensor:
+    """Inverse of a lower triangular matrix: of 2^k diagonal blocks at once, then of pairs of neighbours by products."""
+    n = lower.shape[0]
+    levels = max(0, (n - 1) // _LEAF).bit_length()
+    leaf = -(-n // (1 << levels))
+    size = leaf << levels
+    inverse = lower.new_zeros(size, size)
+    inverse[:n, :n] = lower
+    inverse.diagonal()[n:].fill_(1)
+    blocks = _diagonal_blocks(inverse, leaf)
+    blocks.copy_(torch.linalg.solve_triangular(blocks, torch.eye(leaf, device=lower.device), upper=False))
+    for level in range(levels):
+        half = leaf << level
+        pairs = _diagonal_blocks(inverse, 2 * half)
+        below = pairs[:, half:, :half]
+        below.baddbmm_(pairs[:, half:, half:], below @ pairs[:, :half, :half], beta=0, alpha=-1)
+    return inverse[:n, :n]
+
+
+def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
+    """[n / size, size, size] view of the blocks on the diagonal of a contiguous matrix [n, n]."""
+    n = matrix.shape[0]
+    return matrix.as_strided((n // size, size, size), (size * (n + 1), n, 1))
+
+
+def obs_arguments(
+    weight: Tensor,
+    hessian: Tensor | None,
+    factor: Tensor | None,
+    keep: Tensor | None,
+    row_weight: Tensor | None,
+    damping: float,
+) -> Tensor:
+    """The factor of obs_prune_(), after the values that can be read without waiting for a GPU are checked."""
+    if weight.device.type == "cpu":
+        if keep is not None and ((keep < 0) | (keep > weight.shape[1])).any():
+            raise ValueError(bad_message("obs_prune_", BAD_KEEP))
+        if row_weight is not None and _bad_scale(row_weight):
+            raise ValueError("obs_prune_: row_weight must be finite and >= 0")
+        if _bad_weight(weight):
+            raise ValueError(bad_message("obs_prune_", BAD_WEIGHT))
+    if factor is not None:
+        return factor
+    factor, info = obs_factor(hessian, damping)
+    if int(info):
+        raise ValueError(
+            f"obs_prune_: the damped Hessian has no factor (info {int(info)}); use a larger damping than {damping}"
+        )
+    return factor
+
+
+def columns_of_block(cols: int, block: int, pattern: list[int] | None) -> int:
+    """Columns of the first block of obs_prune_(): whole groups of a pattern."""
+    return min(cols, block if pattern is None else -(-block // pattern[1]) * pattern[1])
+
+
+def obs_blocks(sparsity: str | None, pattern: list[int] | None, rows: int, cols: int, block: int) -> list[tuple]:
+    """(a, b, entries to remove over all rows) of each block of columns [a, b); 0 entries without a sparsity."""
+    share = Fraction(sparsity or 0) * rows
+    ends = [*range(0, cols, columns_of_block(cols, block, pattern)), cols]
+    return [(a, b, int(share * b // 1 - share * a // 1)) for a, b in pairwise(ends)]
 
 
 def obs_prune_(
@@ -220,27 +298,13 @@ def obs_prune_(
     block: int,
     damping: float,
 ) -> None:
-    if weight.device.type == "cpu":
-        if keep is not None and ((keep < 0) | (keep > weight.shape[1])).any():
-            raise ValueError(bad_message("obs_prune_", BAD_KEEP))
-        if row_weight is not None and _bad_scale(row_weight):
-            raise ValueError("obs_prune_: row_weight must be finite and >= 0")
-        if _bad_weight(weight):
-            raise ValueError(bad_message("obs_prune_", BAD_WEIGHT))
-    if factor is None:
-        factor, info = obs_factor(hessian, damping)
-        if int(info):
-            raise ValueError(
-                f"obs_prune_: the damped Hessian has no factor (info {int(info)}); use a larger damping than {damping}"
-            )
+    factor = obs_arguments(weight, hessian, factor, keep, row_weight, damping)
     rows, cols = weight.shape
     # transposed, so that a column of the weight is contiguous
     columns = weight.float().T.contiguous()
     columns.masked_fill_((factor.diagonal() < 0)[:, None], 0)
     removed = None if mask is None else ~mask.T
-    size = block if pattern is None else -(-block // pattern[1]) * pattern[1]
-    for a in range(0, cols, size):
-        b = min(a + size, cols)
+    for a, b, count in obs_blocks(sparsity, pattern, rows, cols, block):
         local = columns[a:b]
         upper = factor[a:b, a:b]
         weighting = upper.diagonal().square().reciprocal()[:, None]
@@ -248,8 +312,6 @@ def obs_prune_(
         if removed is not None:
             drop = removed[a:b]
         elif sparsity is not None:
-            share = Fraction(sparsity) * rows
-            count = share * b // 1 - share * a // 1
             drop = _lowest((local.square() * weighting).T.flatten(), count).view(rows, b - a).T
         elif keep is not None:
             pruned = cols - keep
@@ -258,7 +320,8 @@ def obs_prune_(
         else:
             drop = torch.zeros_like(local, dtype=torch.bool)
         errors = _sweep_block(local, upper, drop, pattern, weighting)
-        columns[b:].addmm_(factor[a:b, b:].T, errors, alpha=-1)
+        with full_fp32():
+            columns[b:].addmm_(factor[a:b, b:].T, errors, alpha=-1)
     weight.copy_(columns.T)
 
 

@@ -71,7 +71,8 @@ def sample_arguments(device="cpu", dtype: torch.dtype = torch.float32) -> dict[s
     keep = make_keep(rows, cols, device=device)
     x = make_weight(tokens, cols, dtype, seed=3, device=device)
     mask = torch.arange(tokens, device=device) % 5 != 0
-    hessian = x.float().T @ x.float()
+    hessian = x.float().T @ x.float() + torch.eye(cols, device=device)
+    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     row_scale = torch.ones(rows, device=device)
@@ -96,7 +97,7 @@ def sample_arguments(device="cpu", dtype: torch.dtype = torch.float32) -> dict[s
         "nm_prune_": (weight, scale, 2, 4, flag),
         "select_threshold": ([weight, weight * 2], [row_scale, row_scale], [scale, scale], rows * cols, flag),
         "obs_factor": (hessian, 0.01),
-        "obs_prune_": (weight, hessian, None, "0.5", None, None, None, row_scale, 8, 0.01),
+        "obs_prune_": (weight, None, factor, "0.5", None, None, None, row_scale, 8, 0.01),
     }
 
 

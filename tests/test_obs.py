@@ -39,6 +39,16 @@ def damped(hessian: torch.Tensor, damping=0.01) -> torch.Tensor:
 # factor
 
 
+@pytest.mark.parametrize("cols", [1, 128, 129, 300, 700])
+def test_factor_of_several_leaves_is_the_factor(cols):
+    x = make_inputs(2 * cols, cols)
+    hessian = x.T @ x
+    factor, info = fk.obs_factor(hessian)
+    expected = torch.linalg.cholesky(torch.linalg.inv(damped(hessian)), upper=True)
+    assert int(info) == 0 and torch.equal(factor, factor.triu()) and factor.is_contiguous()
+    assert (factor - expected).norm() < 1e-4 * expected.norm()
+
+
 @pytest.mark.parametrize("damping", [0.01, 0.1])
 @pytest.mark.parametrize("tokens, dead", [(TOKENS, ()), (TOKENS, (0, DEAD, COLS - 1)), (7, ())], ids=str)
 def test_factor_is_the_upper_cholesky_factor_of_the_damped_inverse(tokens, dead, damping):
@@ -263,6 +273,22 @@ def test_a_constant_row_weight_changes_nothing():
     fk.obs_prune_(plain, hessian, sparsity=0.5, block=BLOCK)
     fk.obs_prune_(weight, hessian, sparsity=0.5, block=BLOCK, row_weight=torch.full((ROWS,), 4.0))
     assert torch.equal(weight, plain)
+
+
+def test_the_precision_that_the_process_allows_is_left_as_it_was():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    weight, hessian = make_problem()
+    try:
+        for allowed in ("tf32", "ieee"):
+            matmul.fp32_precision = allowed
+            fk.accumulate_gram_(hessian, make_inputs())
+            fk.obs_prune_(weight, hessian, sparsity=0.5)
+            with pytest.raises(ValueError):
+                fk.obs_prune_(weight, -hessian, sparsity=0.5)
+            assert matmul.fp32_precision == allowed
+    finally:
+        matmul.fp32_precision = before
 
 
 W, H = torch.randn(6, 8), torch.eye(8)

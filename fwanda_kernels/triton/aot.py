@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import common, select, sparse24, stats, threshold
+from . import common, obs, select, sparse24, stats, threshold
 
 _COLUMNS = (1024, 4096, 5120, 8192, 11008, 13824, 28672)
 
@@ -30,10 +30,10 @@ def compile_kernels(arch: int, dtype: str = "bf16") -> dict[str, tuple[int, int]
     Raises:
         RuntimeError: Triton's cuobjdump is missing.
     """
-    return {name: _compile(arch, *case) for name, *case in _cases("*" + dtype)}
+    return {name: _compile(arch, *case) for name, *case in _cases("*" + dtype, arch)}
 
 
-def _cases(weight: str) -> Iterator[tuple]:
+def _cases(weight: str, arch: int) -> Iterator[tuple]:
     """(name, kernel, types of the arguments in order with 1 for a unit stride, constexprs, options)."""
     strides = ["i64", 1]
     plain = {"num_warps": 4}
@@ -49,6 +49,7 @@ def _cases(weight: str) -> Iterator[tuple]:
     constants = group | {"MASKED": False, "VECTORS": True, "BLOCK_T": stats.BLOCK_T, "BLOCK_C": stats.BLOCK_C}
     types, options = [weight, "*u8", *types], {"num_warps": stats.WARPS}
     yield "foreach_sq_sums", stats._foreach_sq_sums_kernel, types, constants, options
+    yield from _obs_cases(weight, strides, arch)
     if weight != "*fp32":
         types = [weight, "*fp32", weight, "*i16", "*i32", "i32", "i32", *strides]
         constants, options = {"BLOCK_R": 32, "BLOCK_C": sparse24.PACK_C}, {"num_warps": sparse24.PACK_WARPS}
@@ -62,6 +63,30 @@ def _cases(weight: str) -> Iterator[tuple]:
     for final in (False, True):
         constants = {"FINAL": final, "VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
         yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
+
+
+def _obs_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
+    for cols in (4096, 11008) if weight != "*fp32" else ():
+        tile = obs.gram_tile(arch // 10, cols)
+        options = {"num_warps": obs.GRAM_WARPS, "num_stages": tile["num_stages"]}
+        constants = {"BLOCK_R": obs.GRAM_R, "BLOCK_T": obs.GRAM_T, "BAND": obs.GRAM_BAND}
+        constants |= {name: tile[name] for name in ("BLOCK_C", "STRIP")}
+        yield f"gram C={cols}", obs._gram_kernel, [weight, "*fp32", *["i32"] * 4], constants, options
+    tile = {"ROW_WEIGHT": True, "BLOCK_C": obs.MAX_BLOCK}
+    options = {"num_warps": obs.COUNT_WARPS}
+    for digit in range(3):
+        types = ["*fp32", "*fp32", "*fp32", "*i32", *["i32"] * 5]
+        yield f"count digit={digit}", obs._count_kernel, types, tile | {"DIGIT": digit, "BLOCK_R": obs.COUNT_R}, options
+    options = {"num_warps": obs.SWEEP_WARPS}
+    for choice, chosen, group in (
+        ("sparsity", "*u8", 0),
+        ("mask", "*u8", 0),
+        ("keep", "*i64", 128),
+        ("pattern", "*u8", 4),
+    ):
+        types = ["*fp32", weight, *["*fp32"] * 4, chosen, "*i32", *["i32"] * 5, "i32", *strides, *strides]
+        constants = tile | {"CHOICE": choice, "GROUP": group, "BLOCK_R": obs.SWEEP_R}
+        yield f"sweep {choice}", obs._sweep_kernel, types, constants, options
 
 
 def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:

@@ -1,0 +1,103 @@
+"""Checks of the Triton OBS kernels against the reference, for test_triton.py: interpreted, or on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from fwanda_kernels import reference
+from fwanda_kernels.testing import assert_masks_equal, make_keep, make_weight
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+
+
+def check_gram(dtype: torch.dtype) -> None:
+    """Near fp64 on partial tiles, and symmetric to the bit; masked tokens do not count, whatever they hold."""
+    from fwanda_kernels.triton import obs
+
+    for tokens, cols in ((70, 33), (64, 260), (3, 1), (150, 384)):
+        x = make_weight(2 * tokens, cols, dtype, device=DEVICE).view(2, tokens, cols)
+        mask = torch.arange(2 * tokens, device=DEVICE).view(2, tokens) % 3 != 0
+        x[~mask] = float("nan")
+        hessian = torch.eye(cols, device=DEVICE)
+        for _ in range(2):
+            obs.accumulate_gram_(hessian, x, mask)
+        wide = x[mask].double()
+        expected = 2 * wide.T @ wide + torch.eye(cols, device=DEVICE)
+        assert torch.equal(hessian, hessian.T)
+        torch.testing.assert_close(hessian.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def obs_problem(rows: int, cols: int, dtype: torch.dtype, kind: str = "normal") -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight and the factor of inputs whose third column is dead."""
+    x = make_weight(2 * cols, cols, FP32, seed=5, device=DEVICE)
+    x[:, 2:3] = 0
+    return make_weight(rows, cols, dtype, kind=kind, device=DEVICE), reference.obs_factor(x.T @ x, 0.01)[0]
+
+
+OBS_CHOICES = {
+    "sparsity": lambda rows, cols: {"sparsity": "0.37"},
+    "row_weight": lambda rows, cols: {"sparsity": "0.5", "row_weight": torch.linspace(0.1, 4, rows, device=DEVICE)},
+    "all": lambda rows, cols: {"sparsity": "1"},
+    "none": lambda rows, cols: {"sparsity": "0"},
+    "keep": lambda rows, cols: {"keep": make_keep(rows, cols, device=DEVICE)},
+    "mask": lambda rows, cols: {"mask": make_weight(rows, cols, seed=6, device=DEVICE) > 0},
+    "2:4": lambda rows, cols: {"pattern": [2, 4]},
+    "0:3": lambda rows, cols: {"pattern": [0, 3]},
+}
+
+
+def obs_pair(module, weight: torch.Tensor, factor: torch.Tensor, block: int, **choice) -> tuple:
+    """What a backend and the reference make of a copy of the weight."""
+    names = ("sparsity", "keep", "mask", "pattern", "row_weight")
+    arguments = [choice.get(name) for name in names]
+    results = []
+    for prune in (module.obs_prune_, reference.obs_prune_):
+        results.append(weight.clone())
+        assert prune(results[-1], None, factor, *arguments, block, 0.01) is None
+    return tuple(results)
+
+
+def check_obs(choice: str) -> None:
+    """The reference's masks, and its weights but for rounding; partial blocks and tiles, both levels of updates."""
+    from fwanda_kernels import _obs
+    from fwanda_kernels.triton import obs
+
+    columns, _obs.UPDATE_COLUMNS = _obs.UPDATE_COLUMNS, 40
+    for rows, cols, block, dtype in ((19, 70, 20, FP32), (5, 37, 128, BF16), (33, 32, 16, FP16), (3, 7, 1, FP32)):
+        weight, factor = obs_problem(rows, cols, dtype)
+        for given in (weight, weight.T.contiguous().T):
+            ours, expected = obs_pair(obs, given, factor, block, **OBS_CHOICES[choice](rows, cols))
+            assert_masks_equal(ours == 0, expected == 0)
+            torch.testing.assert_close(ours, expected, rtol=1e-2 if dtype == BF16 else 2e-3, atol=1e-5)
+    _obs.UPDATE_COLUMNS = columns
+
+
+def check_obs_ties(kind: str) -> None:
+    """Equal scores go by (row, column) over all tiles."""
+    from fwanda_kernels.triton import obs
+
+    weight, eye = make_weight(70, 24, FP32, kind=kind, device=DEVICE), torch.eye(24, device=DEVICE)
+    weight = torch.where(weight == 0, 0.25, weight)
+    for sparsity in ("0.5", "0.31", "0.999"):
+        ours, expected = obs_pair(obs, weight, eye, 16, sparsity=sparsity)
+        assert torch.equal(ours, expected)
+    ours, expected = obs_pair(obs, weight, eye, 16, keep=torch.full((70,), 11, device=DEVICE))
+    assert torch.equal(ours, expected)
+
+
+def check_obs_declines() -> None:
+    from fwanda_kernels.triton import obs
+
+    weight, factor = obs_problem(2, 300, FP32)
+    rest = (None, None, None, None)
+    assert obs.obs_prune_(weight, None, factor, "0.5", *rest, 256, 0.01) is NotImplemented
+    assert obs.accumulate_gram_(factor, weight, None) is NotImplemented
+
+
+CASES = {f"gram-{dtype}": (check_gram, dtype) for dtype in (BF16, FP16)}
+CASES |= {f"obs-{choice}": (check_obs, choice) for choice in OBS_CHOICES}
+CASES |= {f"obs_ties-{kind}": (check_obs_ties, kind) for kind in ("all_equal", "two_values", "heavy_ties")}
+CASES |= {"obs_declines": (check_obs_declines,)}
