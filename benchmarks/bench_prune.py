@@ -71,7 +71,7 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of a run")
-    parser.add_argument("--repeats", type=int, default=1, help="warm runs of each pipeline (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=1, help="warm runs of each pipeline, 0 for ours cold alone (%(default)s)")
     parser.add_argument("--paper", action="store_true", help=f"{PAPER_REPEATS} warm runs: mean and 95 %% CI")
     parser.add_argument("--naive", action="store_true", help="also run the published pipeline in plain torch")
     parser.add_argument("--overhead", action="store_true", help="time the passes with and without statistics")
@@ -82,8 +82,8 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", args.tokens):
         parser.error(f"--tokens must be windows x length, e.g. 128x2048, got {args.tokens!r}")
     args.repeats = PAPER_REPEATS if args.paper else args.repeats
-    if args.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {args.repeats}")
+    if args.repeats < args.naive:
+        parser.error(f"--repeats must be at least {int(args.naive)}, got {args.repeats}")
     try:
         others = dict(map(setting, args.set))
         config = PruneConfig(args.method, args.allocation, args.sparsity, seed=args.seed, **others).resolved()
@@ -132,7 +132,7 @@ class Bench:
         for index in range(args.repeats):
             say(f"warm run {index + 1} of {args.repeats}")
             ours["warm"].append(self.ours(model, save=args.save and index + 1 == args.repeats))
-        result["ours"] = ours | {"spread": spread(ours["warm"])}
+        result["ours"] = ours | {"spread": spread(ours["warm"] or [ours["cold"]])}
         if args.inference:
             say("decoding, pruned")
             result["inference"]["pruned"] = decoding_energy(model, self.tokens)
@@ -273,7 +273,7 @@ def file_name(result: dict) -> str:
 
 def table(result: dict) -> list[str]:
     """Lines: phases and figures down, cold, warm (the last run) and plain torch across."""
-    columns = {"cold": result["ours"]["cold"], "warm": result["ours"]["warm"][-1]}
+    columns = {"cold": result["ours"]["cold"]} | {"warm": run for run in result["ours"]["warm"][-1:]}
     if "naive" in result:
         columns["plain torch"] = result["naive"]["warm"][-1]
     phases = dict.fromkeys(phase for run in columns.values() for phase in run["seconds"])

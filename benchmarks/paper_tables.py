@@ -140,7 +140,7 @@ def rows_of(result: dict) -> list[Row]:
 
 
 def row_of(result: dict, pipeline: dict, label: str) -> Row:
-    spread, warm = pipeline["spread"], pipeline["warm"]
+    spread, warm = pipeline["spread"], pipeline["warm"] or [pipeline["cold"]]
     scales = {
         "seconds": ("total_seconds", 1),
         "gross_kj": ("gross_joules", 1e-3),

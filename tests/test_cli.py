@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 
+import families
 import pytest
 import tiny
 import torch
@@ -72,6 +73,56 @@ def test_dry_run_lists_every_target_and_writes_nothing(folder, tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_says_where_slices_of_experts_lie_and_what_share_is_covered(tmp_path, capsys):
+    families.build("gpt_oss").save_pretrained(tmp_path / "model")
+    command = ["prune", str(tmp_path / "model"), "--method", "wanda", "--dry-run", "--device", "cpu"]
+    assert main([*command, "--exclude", "*.0.self_attn.*", "--exclude", "*.q_proj"]) == 0
+    out = capsys.readouterr().out
+    name = "model.layers.1.mlp.experts"
+    assert f"{name}.2.down_proj  [32, 48]  removes 768  = {name}.down_proj[2]" in out
+    assert "model.layers.0.mlp.router.weight  [4, 32]  skipped: a router to the experts, which stays dense" in out
+    assert "model.layers.0.self_attn.q_proj  [32, 32]  skipped: excluded by --exclude *.0.self_attn.*" in out
+    assert "model.layers.1.self_attn.q_proj  [32, 32]  skipped: excluded by --exclude *.q_proj" in out
+    weights = 2 * (3072 + 4 * 4608) - 3072 - 1024
+    assert f"19 matrices of {weights} weights, {weights // 2} removed (0.5000)" in out
+    assert "of the parameters of the blocks" in out
+
+
+def test_include_and_exclude_leave_the_rest_dense_and_are_recorded(folder, tmp_path, capsys):
+    (tmp_path / "settings.yaml").write_text("include: ['*.mlp.*']\n")
+    globs = ("--config", str(tmp_path / "settings.yaml"), "--exclude", "*.1.mlp.up_proj")
+    assert main(arguments(folder, tmp_path / "out", *globs)) == 0
+    facts = json.loads((tmp_path / "out" / "fwanda.json").read_text())
+    assert (facts["config"]["include"], facts["config"]["exclude"]) == (["*.mlp.*"], ["*.1.mlp.up_proj"])
+    pruned = [row["name"] for row in facts["matrices"] if row["skipped"] is None]
+    assert len(pruned) == 5 and all(".mlp." in name for name in pruned)
+    reasons = [row["skipped"] for row in facts["matrices"] if row["skipped"] is not None]
+    assert reasons.count("not matched by --include") == 8 and "excluded by --exclude *.1.mlp.up_proj" in reasons
+    model, dense = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "out", folder / "model"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, dense.get_parameter(name)) != (name.removesuffix(".weight") in pruned)
+    assert facts["coverage"]["blocks"] > facts["coverage"]["model"] > 0
+    assert "coverage" in capsys.readouterr().out
+
+
+def test_statistics_of_all_matrices_serve_some_of_them(folder, tmp_path):
+    stats = tmp_path / "s.safetensors"
+    text = ["--calibration", str(folder / "calibration.txt"), "--nsamples", "16", "--seqlen", "24"]
+    assert main(["calibrate", str(folder / "model"), *text, "--output", str(stats)]) == 0
+    extra = ("--include", "*.mlp.*", "--statistics", str(stats))
+    assert main(arguments(folder, tmp_path / "out", *extra)) == 0
+
+
+def test_a_pickle_is_read_only_if_allowed(folder, tmp_path, capsys):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(tiny.llama().state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    command = ["prune", str(tmp_path / "model"), "--method", "magnitude", "--dry-run"]
+    assert main(command) == 2
+    check_one_line(capsys, "pass --allow-pickle if you trust it")
+    assert main([*command, "--allow-pickle"]) == 0
+
+
 def test_report_puts_two_runs_in_one_table(folder, tmp_path, capsys):
     for name, method in (("a", "wanda"), ("b", "magnitude")):
         assert main(arguments(folder, tmp_path / name, "--eval", str(folder / "eval.txt"), method=method)) == 0
@@ -101,6 +152,13 @@ def test_eval_prints_perplexity_and_sparsity(folder, tmp_path, capsys):
     assert facts["tokens_sha256"] == expected["tokens_sha256"] and facts["sparsity"]["matrices"] == 0.5
 
 
+def test_eval_reads_wikitext2_by_default(folder, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("fwanda_pruner.data._dataset", lambda path, *_, **__: asked.append(path) or [tiny.text(300)])
+    assert main(["eval", str(folder / "model"), "--eval-seqlen", "24", "--bos", "none"]) == 0
+    assert json.loads(capsys.readouterr().out)["windows"] == 300 // 24 and asked == ["Salesforce/wikitext"]
+
+
 def test_settings_from_a_file_are_overridden_by_flags(folder, tmp_path):
     (tmp_path / "settings.yaml").write_text("method: magnitude\nsparsity: 0.3\n")
     command = ["prune", str(folder / "model"), "--config", str(tmp_path / "settings.yaml"), "--sparsity", "0.4"]
@@ -124,6 +182,8 @@ MISTAKES = {
     "nsamples of none": (["--nsamples", "0"], "--nsamples must be an integer in [1, 1000000], got 0"),
     "exponent out of range": (["--method", "fwanda", "--power", "1000"], "--power must be a number in [0, 4]"),
     "sparsity of a huge exponent": (["--sparsity", "1e-99999999"], "--sparsity must be a decimal"),
+    "glob that matches nothing": (["--exclude", "*.w3"], "'*.w3' matches none of 14 matrices, e.g. model.layers.0"),
+    "globs that leave nothing": (["--exclude", "*"], "--include and --exclude leave no matrix"),
     "no text": (["--calibration", ""], "the name of the text is empty"),
     "no cuda here": (["--device", "cuda"], "cuda"),
     "statistics that are none": (["--statistics", "nowhere.safetensors"], "is not a statistics file"),
@@ -260,7 +320,7 @@ def test_interrupt_ends_in_one_line(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fwanda_pruner.pipeline.prune_targets", interrupt)
     assert main(arguments(folder, tmp_path / "out")) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("fwanda: interrupted")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".out.resume"]
 
 
 @pytest.mark.parametrize("command", ["prune", "calibrate", "eval", "report", "demo", "doctor"])

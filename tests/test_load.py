@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pathlib
 
 import pytest
 import torch
@@ -136,12 +137,15 @@ def test_weights_stored_quantised_without_a_config_are_refused_before_they_are_r
         {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
         {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
         {"architectures": ["LlamaForSequenceClassification"]},
+        {"model_type": "clip", "architectures": ["CLIPModel"]},
+        {"model_type": "qwen2_audio", "architectures": ["Qwen2AudioForConditionalGeneration"]},
     ],
 )
 def test_other_kinds_of_model_are_refused_before_weights_are_read(folder, changes, monkeypatch):
     forbid_weights(monkeypatch)
     edit_config(folder, **changes)
-    assert "not a causal language model" in refusal(folder)
+    message = refusal(folder)
+    assert "not a causal language model" in message or "cannot run on text alone" in message
 
 
 def test_missing_weights_are_refused_not_invented(folder):
@@ -161,10 +165,34 @@ def test_a_truncated_weights_file_is_refused(folder):
         refusal(folder)
 
 
-def test_only_safetensors_are_read(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+def test_only_safetensors_are_read_unless_a_pickle_is_allowed(folder, monkeypatch):
+    stored = load_file(folder / "model.safetensors")
+    torch.save(stored, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert "safetensors" in refusal(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", lambda *a, **k: pytest.fail("the pickle was read"))
+        message = refusal(folder)
+    assert "pytorch_model.bin" in message and "pass --allow-pickle" in message
+    model = load_model(str(folder), device="cpu", allow_pickle=True).model
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in stored.items())
+
+
+def test_a_pickle_that_would_run_code_is_refused_even_if_allowed(folder):
+    class Evil:
+        def __reduce__(self):
+            return pathlib.Path.touch, (folder / "ran",)
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Evil()}, folder / "pytorch_model.bin")
+    refusal(folder, allow_pickle=True)
+    assert not (folder / "ran").exists()
+
+
+def test_safetensors_win_over_a_pickle_beside_them(folder, monkeypatch):
+    (folder / "pytorch_model.bin").write_bytes(b"junk")
+    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("the pickle was read"))
+    for allow_pickle in (False, True):
+        load_model(str(folder), device="cpu", allow_pickle=allow_pickle)
 
 
 def test_a_broken_config_is_refused(folder):
@@ -174,10 +202,23 @@ def test_a_broken_config_is_refused(folder):
 
 
 def test_code_in_the_folder_is_never_run(folder):
-    (folder / "evil.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")
+    (folder / "evil.py").write_text(f"import pathlib; pathlib.Path({str(folder / 'ran')!r}).touch()")
     edit_config(folder, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
-    refusal(folder)
+    assert "--trust-remote-code" in refusal(folder)
     assert not (folder / "ran").exists()
+    refusal(folder, trust_remote_code=True)  # it has no class C
+    assert (folder / "ran").exists()
+
+
+def test_code_in_the_folder_is_run_if_trusted(folder):
+    (folder / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class C(LlamaConfig):\n    model_type = 'mine'\n\n\nclass M(LlamaForCausalLM):\n    config_class = C\n"
+    )
+    auto_map = {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
+    edit_config(folder, model_type="mine", architectures=["M"], auto_map=auto_map)
+    model = load_model(str(folder), device="cpu", trust_remote_code=True).model
+    assert type(model).__name__ == "M"
 
 
 def test_a_broken_gguf_is_refused(tmp_path):

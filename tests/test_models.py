@@ -1,68 +1,62 @@
-"""Model families by tiny random configurations: what is a target, and exact counts in one pass and block by block."""
+"""What is a target in each family of models, and exact counts in one pass and block by block."""
 
 import pytest
 import tiny
 import torch
-import transformers
+from families import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune, run_name
 
 import fwanda_pruner
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-GPT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-FAMILIES = {  # name: (model class, config class, config, matrices in a block)
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 8}, 7),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", SIZES, 7),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SIZES, "head_dim": 8}, 7),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**SIZES, "head_dim": 8, "sliding_window": 8}, 7),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**SIZES, "head_dim": 8, "sliding_window": 8}, 7),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**SIZES, "pad_token_id": 0}, 4),
-    "opt": (
-        "OPTForCausalLM",
-        "OPTConfig",
-        {**GPT, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-        6,
-    ),
-    "gpt2": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        4,
-    ),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**GPT, "intermediate_size": 48}, 4),
-    "falcon": ("FalconForCausalLM", "FalconConfig", GPT, 4),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, 4),
-}
+from fwanda_pruner import UserError
+from fwanda_pruner.load import load_model
 
 
-def build(family: str):
-    model_class, config_class, settings, matrices = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**settings)
-    return getattr(transformers, model_class)(config).eval(), matrices
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"method": "fwanda", "allocation": "global", "order": "onepass"},
-        {"method": "wanda", "order": "sequential"},
-        {"method": "sparsegpt", "order": "sequential"},
-    ],
-    ids=lambda s: f"{s['method']}-{s['order']}",
-)
+@pytest.mark.parametrize("settings", RUNS, ids=run_name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_layer_of_a_block_is_pruned_exactly(family, settings):
-    model, matrices = build(family)
+    model = build(family)
     embedding = model.get_input_embeddings().weight.detach().clone()
-    report = fwanda_pruner.prune(model, sparsity=0.5, calibration=tiny.tokens(3, 24), progress=False, **settings)
-    assert len(report.matrices) == 2 * matrices and all(row.skipped is None for row in report.matrices)
-    assert report.sparsity["asked"] == report.sparsity["matrices"] == pytest.approx(0.5, abs=1e-3)
+    report = prune(model, **settings)
+    assert len(report.matrices) == 2 * FAMILIES[family][3] and all(row.skipped is None for row in report.matrices)
+    check_counts(model, report)
     assert torch.equal(embedding, model.get_input_embeddings().weight)
     assert torch.isfinite(model(tiny.tokens(1, 24)).logits).all()
+
+
+# Multimodal models
+
+
+@pytest.mark.parametrize("settings", RUNS, ids=run_name)
+@pytest.mark.parametrize("family", WITH_TEXT)
+def test_only_the_language_model_of_a_multimodal_one_is_pruned(family, settings, tmp_path):
+    model = build(family)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    report = prune(model, **settings)
+    rows = check_counts(model, report)
+    assert all(row.name.startswith("model.language_model.layers.") for row in rows) and len(rows) == 14
+    changed = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
+    assert changed and all(".language_model.layers." in name for name in changed)
+    left = {row.name: row.numel for row in report.matrices if row.skipped is not None}
+    vision = sum(p.numel() for name, p in model.named_parameters() if "language_model" not in name)
+    heads = sum(p.numel() for p in model.get_output_embeddings().parameters())
+    assert sum(left.values()) in (vision, vision - heads) and 1 <= len(left) <= 2
+    fwanda_pruner.save_pruned(model, None, report, tmp_path / "out")
+    loaded = load_model(str(tmp_path / "out"), device="cpu").model
+    assert type(loaded) is type(model) and torch.equal(loaded(TEXT).logits, model(TEXT).logits)
+    assert "AutoModelForImageTextToText" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_family_that_needs_images_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"does not run model\.language_model\.layers\.1 on text alone") as error:
+        prune(build("mllama"), method="wanda")
+    assert "\n" not in str(error.value)
+    report = prune(build("mllama"), method="wanda", exclude=["*.layers.1.*"])
+    assert report.sparsity["asked"] == 0.5
+
+
+def test_settings_of_the_image_processor_are_kept(tmp_path):
+    model = build("llava")
+    model.save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "preprocessor_config.json").write_text('{"size": 28}')
+    model, _ = load_model(str(tmp_path / "in"), device="cpu")
+    fwanda_pruner.save_pruned(model, None, prune(model, method="magnitude"), tmp_path / "out")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"size": 28}'

@@ -131,14 +131,14 @@ def test_blocks_are_as_before_afterwards(quick_compile):
 
 
 def failing_pass(monkeypatch, fails, error):
-    """Passes for which `fails(runner, ids)` holds do the forward pass and then raise."""
+    """Passes for which `fails(runner, size)` holds do the forward pass and then raise."""
     plain = passes.Passes._pass
 
-    def run(self, decoder, ids):
-        if fails(self, ids):
-            decoder(input_ids=ids, use_cache=False)
+    def run(self, start, size):
+        if fails(self, size):
+            self.decoder(input_ids=self.tokens[start : start + size], use_cache=False)
             raise error
-        plain(self, decoder, ids)
+        return plain(self, start, size)
 
     monkeypatch.setattr(passes.Passes, "_pass", run)
 
@@ -146,21 +146,21 @@ def failing_pass(monkeypatch, fails, error):
 def test_out_of_memory_halves_the_micro_batch_and_counts_nothing_twice(monkeypatch):
     tokens = tiny.tokens(SAMPLES, LENGTH)
     one = measure(tiny.llama(), tokens)
-    failing_pass(monkeypatch, lambda _self, ids: len(ids) > 1, torch.OutOfMemoryError("CUDA out of memory"))
+    failing_pass(monkeypatch, lambda _self, size: size > 1, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.warns(UserWarning, match="ran out of memory"):
         other = measure(tiny.llama(), tokens, micro_batch=4)
     assert other.passes["micro_batch"] == 1 and not other.passes["checkpointing"]
     assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
 
 
-def checkpointed(runner, _ids=None) -> bool:
+def checkpointed(runner) -> bool:
     return "forward" in vars(runner.blocks[0])
 
 
 def test_one_window_that_does_not_fit_is_checkpointed(monkeypatch):
     tokens = tiny.tokens(SAMPLES, LENGTH)
     one = measure(tiny.llama(), tokens)
-    failing_pass(monkeypatch, lambda self, ids: not checkpointed(self), torch.OutOfMemoryError("CUDA out of memory"))
+    failing_pass(monkeypatch, lambda self, _size: not checkpointed(self), torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.warns(UserWarning, match="checkpointing of each block"):
         other = measure(tiny.llama(), tokens)
     assert other.passes["checkpointing"]
@@ -193,7 +193,9 @@ def test_auto_goes_on_without_a_compiler(monkeypatch):
     tokens = tiny.tokens(SAMPLES, LENGTH)
     one = measure(tiny.llama(), tokens)
     monkeypatch.setattr(torch, "compile", broken_compile)
-    monkeypatch.setattr(passes.Passes, "_worth_compiling", lambda self, seconds, *_: len(seconds) == 2)
+    monkeypatch.setattr(
+        passes.Passes, "_should_compile", lambda self, how, seconds, *_: how == "auto" and len(seconds) == 2
+    )
     with pytest.warns(UserWarning, match="cannot be compiled, going on without"):
         other = measure(tiny.llama(), tokens)
     assert not other.passes["compiled"]

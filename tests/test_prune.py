@@ -338,3 +338,25 @@ def test_any_number_of_samples(nsamples):
         tiny.llama(blocks=1), method="wanda", calibration=tiny.tokens(nsamples, 8), progress=False
     )
     assert report.sparsity["matrices"] == 0.5
+
+
+def test_deterministic_holds_during_the_run_and_not_after(monkeypatch):
+    seen, plain = [], fwanda_pruner.pipeline.prune_targets
+
+    def look(job):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return plain(job)
+
+    monkeypatch.setattr("fwanda_pruner.pipeline.prune_targets", look)
+    fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), deterministic=True, progress=False)
+    fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), progress=False)
+    assert seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_a_deterministic_form_is_one_line(monkeypatch):
+    def refuse(_job):
+        raise RuntimeError("put_ does not have a deterministic implementation,\nbut you set ...")
+
+    monkeypatch.setattr("fwanda_pruner.pipeline.prune_targets", refuse)
+    with pytest.raises(UserError, match="^--deterministic: put_ does not have"):
+        fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), deterministic=True, progress=False)

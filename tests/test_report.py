@@ -18,6 +18,7 @@ def make_report(**changes) -> Report:
             MatrixRow("b", (2, 10), asked=15, kept=15, kept_zero=0),
             MatrixRow("head", (5, 10), asked=50, kept=50, kept_zero=1, skipped="tied"),
         ],
+        block_parameters=150,
         model_parameters=200,
         model_zeros=30,
         perplexity={"dense": 20.5, "pruned": 35.25, **PROTOCOL},
@@ -42,7 +43,7 @@ def test_sparsity_uses_three_denominators_and_leaves_skipped_rows_out():
 
 def test_each_matrix_row_counts_removed_and_kept_zeros():
     rows = make_report().to_dict()["matrices"]
-    assert list(rows[0]) == ["name", "shape", "asked", "kept", "kept_zero", "skipped", "sparsity"]
+    assert list(rows[0]) == ["name", "shape", "asked", "kept", "kept_zero", "skipped", "tensor", "index", "sparsity"]
     assert [row["sparsity"] for row in rows] == [22 / 40, 5 / 20, 1 / 50]
     assert [row["skipped"] for row in rows] == [None, None, "tied"]
 
@@ -69,11 +70,11 @@ def test_stable_keys():
     assert set(make_report().to_dict()) == {
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
         "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details",
-        "model_parameters", "model_zeros",
+        "block_parameters", "model_parameters", "model_zeros", "coverage",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - {"sparsity"}))
+@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - {"sparsity", "coverage"}))
 def test_a_missing_key_is_named(key, tmp_path):
     data = make_report().to_dict()
     del data[key]
@@ -132,7 +133,7 @@ def test_table_is_aligned_and_tells_method_sparsity_perplexity_and_time():
 
 def test_summary_names_skipped_matrices_and_unmeasured_energy():
     text = summary(make_report())
-    for fact in ("45.00 %", "41.67 %", "15.00 %", "20.50 -> 35.25", "head: tied", "not measured: device is cpu", "3.5"):
+    for fact in ("45.00 %", "41.67 %", "15.00 %", "20.50 -> 35.25", "head (50 weights): tied", "40.00 % of the block parameters", "not measured: device is cpu", "3.5"):
         assert fact in text
     assert "-> " not in summary(make_report(perplexity=None))
 

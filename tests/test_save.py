@@ -49,6 +49,7 @@ def pruned_model(tied=True, dtype=torch.float32):
     report = Report(
         config={"model": "tiny", "method": "wanda", "allocation": "uniform"},
         matrices=rows,
+        block_parameters=sum(p.numel() for p in model.model.layers.parameters()),
         model_parameters=sum(p.numel() for p in model.parameters()),
         model_zeros=sum(int((p == 0).sum()) for p in model.parameters()),
         perplexity={"dense": 20.5, "pruned": 35.25, **protocol},
@@ -100,7 +101,7 @@ FAILURES = {
 STEPS = {
     "weights": (LlamaForCausalLM, "save_pretrained"),
     "tokenizer": (PreTrainedTokenizerFast, "save_pretrained"),
-    "card": (save, "_model_card"),
+    "card": (save, "model_card"),
     "audit": (save, "audit"),
     "flush": (os, "fsync"),
     "swap": (save, "_swap"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +16,15 @@ from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
+from .config import TEXT_NUMBERS
+from .devices import model_device
 from .errors import UserError
 from .model import Target, find_blocks
-from .passes import Passes, PassSettings
+from .passes import Passes, PassFacts, PassSettings, Progress
+from .resume import RunState
 from .save import atomic_file
+
+_PROGRESS = "calibration"  # the stage of a run's state
 
 
 @dataclass
@@ -27,11 +33,12 @@ class Statistics:
 
     Attributes:
         x2: name -> [C] fp32, sum_t X_tj^2.
-        g2: name -> [R] fp32, sum_t G_ti^2 of the SUMMED next-token loss; empty when no backward pass ran.
+        g2: name -> [R] fp32, sum_t G_ti^2 of the SUMMED next-token loss, or (sum_t G_ti)^2 / n_tokens where fisher is
+            "mean"; empty when no backward pass ran. omega is g2 / n_tokens either way.
         n_tokens: name -> tokens the module saw.
         tokens_sha256: of the calibration windows.
         bos: whether each window starts with BOS.
-        fisher: whose labels the loss used; None without g2.
+        fisher: the variant of g2, as in calibrate(); None without g2.
         text: the settings of the text: calibration, nsamples, seqlen, seed.
         weights: fingerprint() of the dense model; None if unknown.
         passes: how the passes ran, the fields of PassFacts; None if they ran block by block.
@@ -67,11 +74,21 @@ class Statistics:
         """
         from safetensors.torch import save_file
 
-        tensors = {f"{name}.x2": x.cpu() for name, x in self.x2.items()}
-        tensors |= {f"{name}.g2": g.cpu() for name, g in self.g2.items()}
-        facts = {k: v for k, v in asdict(self).items() if k not in ("x2", "g2")}
+        tensors, facts = self.parts()
         with atomic_file(Path(path)) as temporary:
             save_file(tensors, temporary, metadata={"fwanda": json.dumps(facts)})
+
+    def parts(self) -> tuple[dict[str, Tensor], dict]:
+        """All of it as named tensors on the CPU and JSON values."""
+        tensors = {f"{name}.x2": x.cpu() for name, x in self.x2.items()}
+        tensors |= {f"{name}.g2": g.cpu() for name, g in self.g2.items()}
+        return tensors, {k: v for k, v in asdict(self).items() if k not in ("x2", "g2")}
+
+    @classmethod
+    def of_parts(cls, tensors: dict[str, Tensor], facts: dict) -> Statistics:
+        """The inverse of parts()."""
+        pick = {s: {k[:-3]: t for k, t in tensors.items() if k.endswith(s)} for s in (".x2", ".g2")}
+        return cls(x2=pick[".x2"], g2=pick[".g2"], **facts)
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:
@@ -86,17 +103,30 @@ class Statistics:
             with safe_open(path, framework="pt") as file:
                 facts = json.loads((file.metadata() or {})["fwanda"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
-            pick = {s: {k[:-3]: t for k, t in tensors.items() if k.endswith(s)} for s in (".x2", ".g2")}
-            statistics = cls(x2=pick[".x2"], g2=pick[".g2"], **facts)
-            counts = statistics.n_tokens.items()
-            if not all(isinstance(k, str) and type(n) is int and n >= 0 for k, n in counts) or not (
-                isinstance(statistics.text, dict) and statistics.bos in (None, True, False)
-            ):
-                raise ValueError("its facts have the wrong types")
+            statistics = cls.of_parts(tensors, facts)
+            statistics._check_facts()
             return statistics
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-            line = " ".join(str(error).split())
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            line = " ".join(str(error).split())[:300]
             raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {line}") from error
+
+    def _check_facts(self) -> None:
+        """Refuse what no run has written.
+
+        Raises:
+            ValueError: a fact is of the wrong type.
+        """
+        counts = self.n_tokens.items()
+        counted = all(isinstance(name, str) and type(n) is int and 0 <= n < 2**63 for name, n in counts)
+        named = all(isinstance(fact, (str, type(None))) for fact in (self.tokens_sha256, self.fisher, self.weights))
+        text = isinstance(self.text, dict) and set(self.text) <= {"calibration", *TEXT_NUMBERS}
+        if not (counted and named and text and self.bos in (None, True, False)):
+            raise ValueError("its facts have the wrong types")
+
+    def fingerprint(self) -> str:
+        """sha256 of the sums."""
+        tensors, _ = self.parts()
+        return _sha256([tensors[name] for name in sorted(tensors)])
 
     def check(self, targets: list[Target], *, fisher: bool) -> None:
         """Refuse statistics that do not fit the targets, or are not finite.
@@ -135,8 +165,12 @@ def fingerprint(targets: list[Target]) -> str:
     samples = []
     for weight in (t.weight for t in targets):
         rows, cols = weight.shape
-        samples.append(weight[:: max(1, rows // 8), :: max(1, cols // 8)].float().flatten())
-    return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
+        samples.append(weight[:: max(1, rows // 8), :: max(1, cols // 8)])
+    return _sha256(samples)
+
+
+def _sha256(tensors: list[Tensor]) -> str:
+    return hashlib.sha256(torch.cat([t.float().flatten() for t in tensors]).cpu().numpy().tobytes()).hexdigest()
 
 
 def warn_unseen(target: Target) -> None:
@@ -157,7 +191,9 @@ def calibrate(
     targets: list[Target],
     *,
     fisher: str | None = "empirical",
+    seed: int = 0,
     settings: PassSettings | None = None,
+    state: RunState | None = None,
     progress: bool = True,
 ) -> Statistics:
     """Statistics of the targets from one forward and, with fisher, one activation-only backward pass over the text.
@@ -166,8 +202,13 @@ def calibrate(
         model: a causal language model in eval mode; its parameters and flags are as before afterwards.
         tokens: [S, L] int64 windows without padding.
         targets: from find_targets().
-        fisher: "empirical" (the labels are the text), or None for the forward pass alone.
+        fisher: None for the forward pass alone, or the variant of the Fisher information:
+            "empirical": omega_i = mean_t G_ti^2, the labels are the text.
+            "true": the same with each label drawn from the model's own prediction (softmax at temperature 1).
+            "mean": omega_i = (mean_t G_ti)^2, the labels are the text.
+        seed: of the labels that "true" draws; the global random states are left alone.
         settings: how the passes run.
+        state: keeps the sums about every minute, to go on with after an interruption; not those of "mean".
         progress: show a bar.
 
     Returns:
@@ -177,24 +218,91 @@ def calibrate(
         UserError: the memory does not suffice, or the blocks cannot be compiled though they should be.
 
     The loss is the SUM of the next-token losses, so that omega does not depend on the window length. All parameters are
-    frozen: the backward pass forms gradients of activations only. Source: the paper, algorithm 1.
+    frozen: the backward pass forms gradients of activations only. Source: the paper, algorithm 1; of "true" and "mean"
+    its ablation "Which Fisher matters".
     """
+    modules = {t.name: t.module for t in targets}
+    settings, signed = settings or PassSettings(), SignedSums(modules)
+    if fisher == "mean":
+        if settings.compile == "on":
+            warnings.warn("--fisher mean is measured without compiled blocks, in spite of --compile on", stacklevel=2)
+        settings = replace(settings, compile="off")
     label = "calibrate" if fisher is None else "calibrate (forward and backward)"
     passes = Passes(
         model=model,
         blocks=find_blocks(model)[1],
-        modules={t.name: t.module for t in targets},
+        modules=modules,
         tokens=tokens,
         backward=fisher is not None,
-        settings=settings or PassSettings(),
+        settings=settings,
         label=label if progress else None,
+        label_seed=seed if fisher == "true" else None,
+        beside=signed if fisher == "mean" else nullcontext(),
     )
+    if state is not None and fisher != "mean":
+        passes.progress = _recalled_progress(state, model_device(model))
+        passes.keep = partial(_keep_progress, state)
     with torch.inference_mode(False), torch.enable_grad(), _frozen(model, fisher is not None):
         collected, facts = passes.run()
     statistics = Statistics(fisher=fisher, weights=fingerprint(targets), passes=asdict(facts))
     for target in targets:
         statistics.add(target, collected)
+        if target.name in signed.g1:
+            g1, tokens = signed.g1[target.name], statistics.n_tokens[target.name]
+            statistics.g2[target.name] = (g1.square() / tokens).float()
     return statistics
+
+
+def _keep_progress(state: RunState, progress: Progress) -> None:
+    tensors = {f"{name}.{key}": getattr(layer, key) for name, layer in progress.sums.items() for key in ("x2", "g2")}
+    if progress.generator is not None:
+        tensors["generator"] = progress.generator
+    counts = {name: layer.n_tokens for name, layer in progress.sums.items()}
+    state.keep(_PROGRESS, tensors, {"done": progress.done, "passes": asdict(progress.facts), "n_tokens": counts})
+
+
+def _recalled_progress(state: RunState, device: torch.device) -> Progress | None:
+    if (kept := state.recall(_PROGRESS)) is None:
+        return None
+    tensors, facts = kept
+    sums = {
+        name: fk.LayerStatistics(tensors[f"{name}.x2"].to(device), tensors[f"{name}.g2"].to(device), count)
+        for name, count in facts["n_tokens"].items()
+    }
+    return Progress(facts["done"], PassFacts(**facts["passes"]), sums, tensors.get("generator"))
+
+
+class SignedSums:
+    """Context manager that adds up the gradients at the outputs of modules; it counts from 0 whenever it is entered.
+
+    Args:
+        modules: name -> module with one output [..., R], not compiled.
+
+    Attributes:
+        g1: name -> [R] fp64, sum_t G_ti; without an entry where no gradient came.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self._modules = modules
+        self._handles: list = []
+        self.g1: dict[str, Tensor] = {}
+
+    def __enter__(self) -> SignedSums:
+        self.g1 = {}
+        self._handles = [m.register_forward_hook(partial(self._hook, name)) for name, m in self._modules.items()]
+        return self
+
+    def __exit__(self, *_) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str, _module: nn.Module, _args: tuple, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(self._add, name))
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        total = gradient.flatten(0, -2).sum(0, dtype=torch.float64)
+        self.g1[name] = self.g1[name] + total if name in self.g1 else total
 
 
 @contextmanager
@@ -212,8 +320,3 @@ def _frozen(model: nn.Module, backward: bool) -> Iterator[None]:
             handle.remove()
         for p in wanted:
             p.requires_grad_(True)
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter."""
-    return next(model.parameters()).device

@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"fwanda: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("fwanda: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["fwanda: interrupted", *interrupt.args]), file=sys.stderr)
         return 130
 
 
@@ -87,6 +87,11 @@ def _parser() -> _Parser:
     )
     prune.add_argument("--output", metavar="DIR", help="folder to write; appears whole or not at all")
     prune.add_argument("--overwrite", action="store_true", help="replace DIR, whatever it holds")
+    prune.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on where an interrupted run of the same command stopped; if it finished, verify DIR",
+    )
     prune.add_argument("--dry-run", action="store_true", help="list every target and what would go, write nothing")
 
     calibrate = _command(commands, "calibrate", _calibrate, "measure statistics once, to prune at any sparsity later")
@@ -94,8 +99,18 @@ def _parser() -> _Parser:
     _add_settings(calibrate, [*_TEXT, "fisher", *_PLACE, *PASS_SETTINGS])
     calibrate.add_argument("--output", metavar="FILE.safetensors", required=True, help="file to write")
 
-    evaluate = _command(commands, "eval", _eval, "perplexity and sparsity of a model")
+    evaluate = _command(commands, "eval", _eval, "perplexity, accuracy on tasks, and sparsity of a model")
     _add_model(evaluate)
+    evaluate.add_argument(
+        "--tasks",
+        default="ppl",
+        help="some of ppl, zeroshot (seven tasks), mmlu (five-shot) and names of lm-eval, with commas (%(default)s)",
+    )
+    evaluate.add_argument(
+        "--eval-data", metavar="DIR", help="data sets of the tasks as DIR/ORG/NAME (default: lm-eval downloads them)"
+    )
+    evaluate.add_argument("--limit", type=int, metavar="N", help="the first N examples of each task (default: all)")
+    evaluate.add_argument("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass (8)")
     _add_settings(evaluate, [*_EVAL, "bos", *_PLACE])
 
     report = _command(commands, "report", _report, "one table from the reports of several runs")
@@ -119,6 +134,22 @@ def _command(commands, name: str, run, help: str) -> argparse.ArgumentParser:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face id or folder, .gguf file, or smollm2 (packaged)")
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="read weights from .bin files, which can run code, if need be"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
+    )
+
+
+def _load(args: argparse.Namespace, config: PruneConfig):
+    """The model and tokenizer of a command."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    from .load import load_model
+
+    trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
+    return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
 
 
 def _add_settings(parser: argparse.ArgumentParser, names: list[str]) -> None:
@@ -126,14 +157,18 @@ def _add_settings(parser: argparse.ArgumentParser, names: list[str]) -> None:
     for f in fields(PruneConfig):
         if f.name not in names:
             continue
-        choices = f.metadata["choices"]
-        default = "" if f.default is None else f" ({f.default})"
+        choices, kind = f.metadata["choices"], f.metadata["type"]
+        default = "" if f.default in (None, (), False) else f" ({f.default})"
+        metavar = "|".join(choices) if choices else f.name.upper().replace("EVAL_", "")
+        form = {
+            list: {"action": "append", "metavar": "GLOB"},
+            bool: {"action": "store_true"},
+        }.get(kind, {"type": kind, "metavar": metavar})
         parser.add_argument(
             "--" + f.name.replace("_", "-"),
-            type=f.metadata["type"],
             default=argparse.SUPPRESS,
-            metavar="|".join(choices) if choices else f.name.upper().replace("EVAL_", ""),
             help=(f.metadata["help"] + default).replace("%", "%%"),
+            **form,
         )
 
 
@@ -152,25 +187,32 @@ def _prune(args: argparse.Namespace) -> None:
         raise UserError("--output DIR is required (or --dry-run)")
     from . import pipeline, report
     from .calibrate import Statistics
-    from .load import load_model
-    from .save import check_output, model_bytes, save_pruned
+    from .resume import RunState
+    from .save import check_output, model_bytes, save_pruned, verify_finished
 
+    if args.resume and args.output and Path(args.output, report.FILE_NAME).is_file() and not args.overwrite:
+        verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
+        RunState(args.output).remove()
+        return print(f"finished    {args.output} holds the result of this command, its files are as written")
     if not args.dry_run:
         inputs = (args.model, args.statistics, config.calibration, config.eval)
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
     reads_calibration = config.facts.updates_weights or (config.facts.scores_inputs and statistics is None)
     _check_text(calibration=config.calibration if reads_calibration else None, eval=config.eval)
-    start = time.perf_counter()
-    model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
-    seconds = time.perf_counter() - start
-    if args.dry_run:
-        return _print_plan(model, config.resolved())
-    check_output(args.output, overwrite=args.overwrite, needed_bytes=model_bytes(model))
-    result = pipeline.prune(model, tokenizer, config=config, statistics=statistics)
-    result.config = {**result.config, "model": args.model, "statistics": args.statistics}
-    result.seconds = {"load": round(seconds, 3), **result.seconds}
-    save_pruned(model, tokenizer, result, args.output, overwrite=args.overwrite)
+    with RunState(None if args.dry_run else args.output, resume=args.resume) as state:
+        start = time.perf_counter()
+        model, tokenizer = _load(args, config)
+        seconds = time.perf_counter() - start
+        if args.dry_run:
+            return _print_plan(model, config.resolved())
+        copies = 1 if config.resolved().order == "onepass" and not config.facts.updates_weights else 2
+        check_output(args.output, overwrite=args.overwrite, needed_bytes=copies * model_bytes(model))
+        result = pipeline.prune(model, tokenizer, config=config, statistics=statistics, state=state)
+        result.config = {**result.config, "model": args.model, "statistics": args.statistics}
+        result.seconds = {"load": round(seconds, 3), **result.seconds}
+        save_pruned(model, tokenizer, result, args.output, overwrite=args.overwrite)
+        state.remove()
     print(report.summary(result))
     print(f"saved       {args.output}")
 
@@ -186,6 +228,7 @@ def _check_text(*, calibration: str | None = None, eval: str | None = None) -> N
 
 def _print_plan(model, config: PruneConfig) -> None:
     from . import budgets, methods, pipeline
+    from .model import find_blocks
 
     targets, skipped = pipeline.plan(model, config)
     fixed = config.allocation != "global" or config.nm
@@ -193,12 +236,15 @@ def _print_plan(model, config: PruneConfig) -> None:
     for target in targets:
         rows, cols = target.weight.shape
         goes = rows * cols - methods.asked(config, target)
-        print(f"{target.name}  [{rows}, {cols}]  removes {goes if fixed else 'by its Fisher information'}")
+        place = "" if target.slice_of is None else f"  = {target.parameter}[{target.slice_of.index}]"
+        print(f"{target.name}  [{rows}, {cols}]  removes {goes if fixed else 'by its Fisher information'}{place}")
         size, removed = size + rows * cols, removed + goes
     for item in skipped:
-        print(f"{item.name}  {list(item.parameter.shape)}  skipped: {item.reason}")
+        print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")
     if not fixed:
         removed = size - budgets.keep_total(1, size, config.removed)
+    total, inside = (sum(p.numel() for p in m.parameters()) for m in (model, find_blocks(model)[1]))
+    print(f"these matrices hold {size / inside:.2%} of the parameters of the blocks, {size / total:.2%} of the model's")
     print(f"{len(targets)} matrices of {size} weights, {removed} removed ({removed / size:.4f}); nothing was written")
 
 
@@ -209,12 +255,11 @@ def _calibrate(args: argparse.Namespace) -> None:
         raise UserError(f"--output must be a .safetensors file in an existing, writable folder, got {args.output}")
     from . import pipeline
     from .calibrate import Statistics
-    from .load import load_model
 
     if output.exists():
         Statistics.load(output)  # never replace another kind of file
     _check_text(calibration=config.calibration)
-    model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
+    model, tokenizer = _load(args, config)
     statistics = pipeline.collect(model, tokenizer, config=config)
     statistics.save(output)
     print(f"statistics of {len(statistics.x2)} matrices saved in {args.output}")
@@ -222,20 +267,36 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    config = _config(args)
-    if config.eval is None:
-        raise UserError("--eval TEXT is required: a file, wikitext2 or sample")
+    config, names = _config(args), [name.strip() for name in args.tasks.split(",")]
+    tasks, settings = [name for name in names if name != "ppl"], _task_settings(args)
+    if tasks:
+        from .tasks import check_tasks, evaluate_tasks
+
+        check_tasks(tasks, **settings)
+    elif settings:
+        raise UserError("--eval-data, --limit and --batch-size are for the tasks of lm-eval; name some by --tasks")
+    if "ppl" in names:
+        config = replace(config, eval=config.eval or "wikitext2")
+    elif config.eval is not None:
+        raise UserError(f"--eval is the text of ppl, got --tasks {args.tasks}; add ppl or leave --eval out")
     _check_text(eval=config.eval)
     from . import pipeline
-    from .load import load_model
     from .report import FILE_NAME, Report
 
     if config.bos == "auto" and Path(args.model, FILE_NAME).is_file():
         bos = Report.load(args.model).bos  # decided on the dense model, when this one was pruned
         config = replace(config, bos={None: "auto", True: "window", False: "none"}[bos])
-    model, tokenizer = load_model(args.model, device=config.device, dtype=config.dtype)
+    model, tokenizer = _load(args, config)
     result = pipeline.evaluate_model(model, tokenizer, config=config)
+    if tasks:
+        result["lm_eval"] = evaluate_tasks(model, tokenizer, tasks, **settings)
     print(json.dumps({"model": args.model, **result}, indent=1))
+
+
+def _task_settings(args: argparse.Namespace) -> dict:
+    """Arguments of evaluate_tasks(), those that were given."""
+    given = {"data_dir": args.eval_data, "limit": args.limit, "batch_size": args.batch_size}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _report(args: argparse.Namespace) -> None:

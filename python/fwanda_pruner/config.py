@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -39,7 +40,8 @@ METHODS = {
 FISHER_ALLOCATIONS = ("row", "global")
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
-PASS_SETTINGS = ("micro_batch", "compile", "checkpointing", "max_memory")
+TEXT_NUMBERS = ("nsamples", "seqlen", "seed")
+PASS_SETTINGS = ("micro_batch", "compile", "checkpointing", "max_memory", "deterministic")
 LARGEST_EXPONENT = 4
 LARGEST_GROUP = 1024
 _RANGES = {
@@ -85,13 +87,20 @@ class PruneConfig:
         "pruned matrices before it in its block (default: sequential for sparsegpt and fsparsegpt, else onepass)",
         ("onepass", "sequential", "true-sequential"),
     )
-    fisher: str = _setting("empirical", "labels of the Fisher information: those of the text", ("empirical",))
+    include: tuple[str, ...] = _setting((), "prune only matrices whose name matches GLOB; repeatable", type=list)
+    exclude: tuple[str, ...] = _setting((), "leave matrices dense whose name matches GLOB; repeatable", type=list)
+    fisher: str | None = _setting(
+        None,
+        "Fisher information: empirical, from the labels of the text; true, from labels drawn from the model's own "
+        "predictions; mean, the squared mean gradient, for comparison (default: that of --statistics, else empirical)",
+        ("empirical", "true", "mean"),
+    )
     calibration: str = _setting(
         "sample", "text: a .txt, .jsonl or .parquet file, c4, wikitext2, sample, or a dataset name"
     )
     nsamples: int = _setting(128, "number of calibration sequences", type=int)
     seqlen: int = _setting(2048, "tokens in a calibration sequence", type=int)
-    seed: int = _setting(0, "seed of the choice of calibration sequences", type=int)
+    seed: int = _setting(0, "seed of the choice of calibration sequences, and of the labels of --fisher true", type=int)
     bos: str = _setting(
         "auto",
         "start windows with BOS: whichever gives the lower dense loss, never, or each window",
@@ -112,11 +121,17 @@ class PruneConfig:
         "auto", "run each block twice instead of keeping its activations; auto: where memory is short", SWITCH
     )
     max_memory: str | None = _setting(None, "most memory that torch may take on a GPU, e.g. 16GiB (default: all)")
+    deterministic: bool = _setting(
+        False, "the same bits in every run on a GPU too, where some kernels are slower for it", type=bool
+    )
 
     def __post_init__(self):
         for name in ("sparsity", "micro_batch"):  # numbers in YAML
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, str(getattr(self, name)))
+            if isinstance(getattr(self, name), (int, float)):
+                object.__setattr__(self, name, _show(getattr(self, name)))
+        for name in ("include", "exclude"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None and f.default is not None:
@@ -138,18 +153,22 @@ class PruneConfig:
         if value is None:
             return
         if choices and value not in choices:
-            raise UserError(f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+            raise UserError(f"{_flag(name)} must be one of {', '.join(choices)}, got {_show(value)}")
         if kind is str and not isinstance(value, str):
             hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
-            raise UserError(f"{_flag(name)} must be text, got {value!r}{hint}")
+            raise UserError(f"{_flag(name)} must be text, got {_show(value)}{hint}")
+        if kind is list and not (isinstance(value, tuple) and all(isinstance(glob, str) for glob in value)):
+            raise UserError(f"{_flag(name)} must be a list of globs, got {_show(value)}")
+        if kind is bool and not isinstance(value, bool):
+            raise UserError(f"{_flag(name)} must be true or false, got {_show(value)}")
         if kind is int:
             least, most = _RANGES[name]
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise UserError(f"{_flag(name)} must be an integer in [{least}, {most}], got {value!r}")
+                raise UserError(f"{_flag(name)} must be an integer in [{least}, {most}], got {_show(value)}")
         if kind is float and not (
             isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_EXPONENT
         ):
-            raise UserError(f"{_flag(name)} must be a number in [0, {LARGEST_EXPONENT}], got {value!r}")
+            raise UserError(f"{_flag(name)} must be a number in [0, {LARGEST_EXPONENT}], got {_show(value)}")
 
     def _check_sparsity(self) -> None:
         if self.sparsity is not None:
@@ -229,12 +248,13 @@ class PruneConfig:
             allocation=self.allocation or self.facts.allocations[0],
             sparsity=self.sparsity or _decimal(self.removed),
             order=self.order or self.facts.order,
+            fisher=self.fisher or "empirical",
             eval_seqlen=self.eval_seqlen or self.seqlen,
         )
 
     def to_dict(self) -> dict:
         """Plain values, as written to fwanda.json and read by from_dict()."""
-        return asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict) -> PruneConfig:
@@ -244,9 +264,9 @@ class PruneConfig:
             UserError: a key is unknown or a value is not allowed.
         """
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known, key=str)
+        unknown = sorted(set(values) - known, key=_show)
         if unknown:
-            raise UserError(f"unknown setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}")
+            raise UserError(f"unknown setting {_show(unknown[0])}; the settings are {', '.join(sorted(known))}")
         return cls(**values)
 
     @classmethod
@@ -259,9 +279,10 @@ class PruneConfig:
         import yaml
 
         try:
-            values = yaml.safe_load(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UserError(f"cannot read the settings in {path}: {' '.join(str(error).split())}") from error
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            line = " ".join(str(error).split())[:300]
+            raise UserError(f"cannot read the settings in {path}: {line}") from error
         if not isinstance(values, dict):
             raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
         return cls.from_dict(values)
@@ -269,6 +290,15 @@ class PruneConfig:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _show(value) -> str:
+    """A short text of any value a file can hold: numbers of a million digits, lists that hold themselves."""
+    try:
+        text = reprlib.repr(value) if not isinstance(value, (int, float)) else str(value)
+    except ValueError:
+        text = f"a number of {value.bit_length()} bits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _decimal(value: Fraction) -> str:

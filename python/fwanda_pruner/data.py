@@ -61,9 +61,13 @@ def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
     if not source:
         raise UserError(f"the name of the text is empty: {_OTHER_SOURCES}")
     path = Path(source)
-    if path.suffix.lower() in _READERS or path.is_file():
+    try:
+        exists, is_file = path.exists(), path.is_file()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source[:80]}...: cannot be looked up: {_one_line(error, 60)}") from error
+    if path.suffix.lower() in _READERS or is_file:
         return _read_file(path)
-    if (path.is_absolute() or source.startswith(".")) and not path.exists():
+    if (path.is_absolute() or source.startswith(".")) and not exists:
         raise UserError(f"{source}: no such file: {_OTHER_SOURCES}")
     return _dataset(source, ["train"] if purpose == "calibration" else ["test", "validation"])
 
@@ -213,7 +217,7 @@ def _read_parquet(path: Path) -> list[str]:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             documents = file.read(columns=["text"]).column("text").to_pylist() if "text" in columns else None
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, NotImplementedError) as error:
         raise UserError(f"{path}: not a parquet file: {_one_line(error)}") from error
     if documents is None:
         raise UserError(f'{path}: no column "text": got {columns}')

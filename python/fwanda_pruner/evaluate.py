@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from .errors import UserError
 
 # Positions whose logits are held in fp32 at once: 256 MB for a vocabulary of 262,144.
 _CHUNK = 256
+
+Piece = tuple[str, int | None]  # of a matrix in the files: a tensor, or the slice tensor[index]
 
 
 def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label: str = "perplexity") -> float:
@@ -104,12 +106,15 @@ def check_dense(perplexity: float, vocab_size: int) -> str | None:
     )
 
 
-def audit(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+def audit(
+    folder: Path, names: Sequence[str], *, pieces: Mapping[str, Sequence[Piece]] | None = None
+) -> dict[str, tuple[int, int]]:
     """Count the zeros of weights in the safetensors files of a saved model, single or sharded.
 
     Args:
         folder: a Hugging Face model folder.
-        names: of modules; the tensor of a name is stored as name + ".weight".
+        names: of modules.
+        pieces: name -> the parts of a matrix that is stored otherwise than whole as name + ".weight".
 
     Returns:
         name -> (zeros, elements), in the order of `names`. -0.0 is a zero.
@@ -117,22 +122,31 @@ def audit(folder: Path, names: Sequence[str]) -> dict[str, tuple[int, int]]:
     Raises:
         UserError: a file is missing or unreadable, or a tensor is not in the files.
     """
-    by_file = defaultdict(list)
-    for name, file in _weight_files(Path(folder), names).items():
-        by_file[file].append(name)
-    counts = {}
+    files, by_file = stored_tensors(Path(folder)), defaultdict(list)
+    for name in names:
+        for tensor, index in (pieces or {}).get(name, [(f"{name}.weight", None)]):
+            if tensor not in files:
+                raise UserError(f"{folder}: no tensor {tensor} in the saved files")
+            by_file[files[tensor]].append((name, tensor, index))
+    counts = {name: (0, 0) for name in names}
     for file, held in by_file.items():
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in held:
-                    weight = tensors.get_tensor(f"{name}.weight")
-                    counts[name] = (weight.numel() - int(torch.count_nonzero(weight)), weight.numel())
+                for name, tensor, index in held:
+                    part = tensors.get_tensor(tensor) if index is None else tensors.get_slice(tensor)[index]
+                    zeros, size = counts[name]
+                    counts[name] = (zeros + part.numel() - int(torch.count_nonzero(part)), size + part.numel())
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from error
-    return {name: counts[name] for name in names}
+    return counts
 
 
-def _weight_files(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+def stored_tensors(folder: Path) -> dict[str, Path]:
+    """Name -> file of the tensors of a saved model, single or sharded.
+
+    Raises:
+        UserError: the list is missing or unreadable.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     try:
         if single.is_file():
@@ -144,10 +158,7 @@ def _weight_files(folder: Path, names: Sequence[str]) -> dict[str, Path]:
             raise UserError(f"{folder}: no {single.name} and no {index.name}: not a saved safetensors model")
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise UserError(f"{folder}: its list of tensors cannot be read: {error}") from error
-    for name in names:
-        if f"{name}.weight" not in files:
-            raise UserError(f"{folder}: no tensor {name}.weight in the saved files")
-    return {name: folder / files[f"{name}.weight"] for name in names}
+    return {name: folder / file for name, file in files.items()}
 
 
 def check_tokens(model: nn.Module, tokens: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .errors import UserError
 
-_LOGITS = 1 << 25  # held in fp32 at once: 128 MB, and a few copies of that
+_LOGITS = 1 << 24  # at once: 64 MB in fp32, and as much in copies of fewer bits
 
 
 class _Found(Exception):
@@ -39,13 +39,16 @@ def find_decoder(model: nn.Module) -> nn.Module:
     raise UserError(f"{type(model).__name__} calls no submodule; this model cannot be calibrated")
 
 
-def backward_of_summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor) -> None:
+def backward_of_summed_loss(
+    model: nn.Module, decoder: nn.Module, ids: Tensor, generator: torch.Generator | None = None
+) -> None:
     """One forward pass and the backward pass of the SUM of the next-token losses, in fp32.
 
     Args:
         model: a causal language model with frozen parameters, whose embedding output wants a gradient.
         decoder: from find_decoder().
         ids: [B, L] int64 windows without padding.
+        generator: draws each label from the model's own predictions, as sample_labels(); None: the labels are the text.
 
     The head runs on slices of the positions and its gradient is formed at once, so that logits [B L, V] in fp32 never
     exist as a whole: 2 GB for 2,048 tokens and a vocabulary of 262,144. Costs no extra FLOPs.
@@ -57,19 +60,43 @@ def backward_of_summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor) -
     size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
     with _head_of(model, decoder, type(output)) as head:
         slices = [
-            _loss_gradient(head, state, label)
+            _loss_gradient(head, state, label, generator)
             for state, label in zip(states.split(size), labels.split(size), strict=True)
         ]
     gradient[:, :-1] = torch.cat(slices).view_as(gradient[:, :-1])
     hidden.backward(gradient)
 
 
-def _loss_gradient(head: Callable[[Tensor], Tensor], states: Tensor, labels: Tensor) -> Tensor:
-    """[n, H] gradient of the summed loss of n positions."""
+def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a label at each position by inverting the cumulative distribution.
+
+    A position takes one number from the generator, in order, so that the labels depend neither on how the positions
+    are divided into calls nor on the device, unless rounding moves a probability across a draw.
+
+    Args:
+        probabilities: [n, V] fp32.
+        generator: on the CPU.
+
+    Returns:
+        [n] int64 in [0, V), on the device of the probabilities.
+    """
+    draws = torch.rand(len(probabilities), 1, dtype=torch.float64, generator=generator).to(probabilities.device)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    labels = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
+    return labels[:, 0].clamp(max=probabilities.shape[-1] - 1)
+
+
+def _loss_gradient(
+    head: Callable[[Tensor], Tensor], states: Tensor, labels: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    """[n, H] gradient of the summed cross-entropy of n positions, which is softmax - label at the logits."""
     states = states.detach().requires_grad_(True)
-    logits = head(states[None])[0].float()
-    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return torch.autograd.grad(loss, states)[0]
+    logits = head(states[None])[0]
+    gradient = logits.detach().softmax(-1, dtype=torch.float32)
+    if generator is not None:
+        labels = sample_labels(gradient, generator)
+    gradient[torch.arange(len(labels), device=labels.device), labels] -= 1
+    return torch.autograd.grad(logits, states, gradient.to(logits.dtype))[0]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
@@ -20,6 +20,7 @@ from .errors import UserError
 from .model import Target
 from .passes import PassSettings
 from .report import MatrixRow
+from .resume import RunState
 from .stream import BlockStream
 
 _DAMPING, _DAMPING_RETRIES = 0.01, 4
@@ -37,6 +38,7 @@ class Job:
         statistics: of the dense model; None where the method needs none.
         budgets: name -> [R] int64 weights kept in each row; None where the method needs none.
         progress: show bars.
+        state: keeps each block, where blocks are run one at a time.
     """
 
     config: PruneConfig
@@ -46,6 +48,7 @@ class Job:
     statistics: Statistics | None
     budgets: dict[str, Tensor] | None
     progress: bool
+    state: RunState = field(default_factory=RunState)
 
 
 def prune_targets(job: Job) -> list[MatrixRow]:
@@ -75,19 +78,56 @@ def _by_score(job: Job) -> list[MatrixRow]:
     zeros_before = _zeros(job.targets)
     flags: dict[str, Tensor] = {}
     for index, targets in _blocks(job):
+        if _recalled(job, stream, index, targets):
+            continue
         for group in _groups(job, stream, index, targets):
             statistics = job.statistics if stream is None else _measured_inputs(stream, index, group)
             flags |= _select(config, group, statistics, job.budgets)
         if stream is not None:
+            _check_flags(flags)
+            flags = {}
+            _keep(job, index, targets)
             stream.run(index, advance=True)
-    for name, flag in zip(flags, torch.cat(list(flags.values())).tolist(), strict=True):
-        if flag:
-            raise UserError(fk.bad_message(name, flag))
+    _check_flags(flags)
     rows = _rows(config, job.targets, job.budgets)
     for row, before in zip(rows, zeros_before, strict=True):
         if row.kept_zero > before:
             raise AssertionError(f"{row.name}: {row.kept_zero} kept weights are zero, of {before} zeros before")
     return rows
+
+
+def _check_flags(flags: dict[str, Tensor]) -> None:
+    """Refuse what a selection found bad; waits for the device once.
+
+    Raises:
+        UserError: naming the matrix.
+    """
+    codes = torch.cat(list(flags.values())).tolist() if flags else []
+    for name, code in zip(flags, codes, strict=True):
+        if code:
+            raise UserError(fk.bad_message(name, code))
+
+
+def _recalled(job: Job, stream: BlockStream | None, index: int, targets: list[Target]) -> bool:
+    """Whether an interrupted run finished the block; its weights are then in place and the stream is behind it."""
+    kept = None if stream is None else job.state.recall(_stage(index))
+    if kept is None:
+        return False
+    if job.config.order == "onepass":
+        stream.run(index, advance=True)
+    for target in targets:
+        target.weight.copy_(kept[0][target.name])
+    if job.config.order != "onepass":
+        stream.run(index, advance=True)
+    return True
+
+
+def _keep(job: Job, index: int, targets: list[Target]) -> None:
+    job.state.keep(_stage(index), {target.name: target.weight for target in targets})
+
+
+def _stage(index: int) -> str:
+    return f"block-{index:05d}"
 
 
 def _stream(job: Job) -> BlockStream:
@@ -145,11 +185,14 @@ def _by_obs(job: Job) -> list[MatrixRow]:
     """SparseGPT and F-SparseGPT: block by block, one Hessian and one factor for each distinct input."""
     stream, onepass = _stream(job), job.config.order == "onepass"
     for index, targets in _blocks(job):
+        if _recalled(job, stream, index, targets):
+            continue
         for group in _groups(job, stream, index, targets):
             factors = _factors(_measured_hessians(stream, index, group, advance=onepass))
             for target in group:
                 _prune_by_obs(job, target, factors[target.name])
         _check_updated(targets)
+        _keep(job, index, targets)
         if not onepass or not targets:
             stream.run(index, advance=True)
     return _rows(job.config, job.targets, job.budgets)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -17,11 +17,13 @@ from tqdm import tqdm
 import fwanda_kernels as fk
 
 from .config import PruneConfig
+from .devices import free_memory, model_device
 from .errors import UserError
 from .head import backward_of_summed_loss, find_decoder
 
 _BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
 _SPARE = 0.8  # of the free memory that a larger micro-batch may count on
+KEEP_SECONDS = 60
 _COMPILE_SECONDS, _COMPILE_GAIN = 15, 0.25  # of a cold compilation; of the time of a pass (measured on an H100)
 
 
@@ -58,6 +60,23 @@ class PassFacts:
 
 
 @dataclass
+class Progress:
+    """Where an interrupted calibration can go on.
+
+    Attributes:
+        done: windows that were measured.
+        facts: how the passes ran.
+        sums: name -> LayerStatistics over these windows, on the model's device.
+        generator: state of the generator of labels; None without one.
+    """
+
+    done: int
+    facts: PassFacts
+    sums: Mapping[str, fk.LayerStatistics]
+    generator: Tensor | None = None
+
+
+@dataclass
 class Passes:
     """All passes over the text.
 
@@ -69,6 +88,10 @@ class Passes:
         backward: whether a backward pass of the summed loss follows each forward pass.
         settings: how they run.
         label: title of the progress bar; None shows none.
+        label_seed: the labels are drawn from the model's own predictions with this seed; None: they are the text.
+        beside: other hooks, entered anew with every start from the beginning.
+        progress: where to go on; None: at the beginning.
+        keep: called with the Progress about every minute; None: never.
     """
 
     model: nn.Module
@@ -78,6 +101,10 @@ class Passes:
     backward: bool
     settings: PassSettings = field(default_factory=PassSettings)
     label: str | None = None
+    label_seed: int | None = None
+    beside: AbstractContextManager = field(default_factory=nullcontext)
+    progress: Progress | None = None
+    keep: Callable[[Progress], None] | None = None
 
     def run(self) -> tuple[fk.collect_statistics, PassFacts]:
         """Measure the modules, from the start again with less memory wherever the device runs out of it.
@@ -85,11 +112,14 @@ class Passes:
         Raises:
             UserError: one window does not fit, or the blocks cannot be compiled and compile is "on".
         """
-        self.device = next(self.model.parameters()).device
+        self.device = model_device(self.model)
         wanted = self.settings.micro_batch
         facts = PassFacts(min(wanted or 1, len(self.tokens)))
         facts.checkpointing = self.backward and self.settings.checkpointing == "on"
-        grow, compile = wanted is None, "off" if facts.checkpointing else self.settings.compile
+        if self.progress is not None:
+            facts = replace(self.progress.facts, compiled=False, compile_seconds=0.0)
+        grow = wanted is None and self.progress is None
+        compile = "off" if facts.checkpointing else self.settings.compile
         while True:
             try:
                 return self._attempt(facts, grow, compile), facts
@@ -105,6 +135,7 @@ class Passes:
                 self._shrink(facts)
                 compile = "off" if facts.checkpointing else compile
             facts.compiled, facts.compile_seconds = False, 0.0
+            self.progress = None
 
     def _shrink(self, facts: PassFacts) -> None:
         """Ask for less memory: half the micro-batch, then checkpointing."""
@@ -123,39 +154,70 @@ class Passes:
         warnings.warn(f"{self.device} ran out of memory: calibrating from the start with {todo}", stacklevel=3)
 
     def _attempt(self, facts: PassFacts, grow: bool, compile: str) -> fk.collect_statistics:
-        decoder = find_decoder(self.model)
-        compiled = _Compiled(self.blocks, bool(self.modules))
-        seconds: dict[bool, list[float]] = {True: [], False: []}  # of the first passes, by whether compiled
+        self.decoder = find_decoder(self.model)
+        self.generator = self._label_generator()
+        done, sums = (0, None) if self.progress is None else (self.progress.done, self.progress.sums)
         bar = tqdm(total=len(self.tokens), desc=self.label, unit="seq", disable=True if self.label is None else None)
-        with bar, self._checkpointing(facts.checkpointing), fk.collect_statistics(self.modules) as collected:
-            done = 0
+        with bar, self.beside, fk.collect_statistics(self.modules, sums) as collected:
+            bar.update(done)
+            for size in self._sizes(facts, grow, compile, done, collected):
+                done += size
+                bar.update(size)
+        return collected
+
+    def _sizes(
+        self, facts: PassFacts, grow: bool, compile: str, done: int, collected: fk.collect_statistics
+    ) -> Iterator[int]:
+        """Run all passes; yields the windows of each. The first is not compiled: it shows what memory a window takes,
+        and which modules share an input.
+        """
+        base = self._reset_peak()
+        if done < len(self.tokens):
+            with self._checkpointing(facts.checkpointing or compile == "on"):  # uncompiled activations are larger
+                done += (size := self._pass(done, 1 if grow else facts.micro_batch))
+            yield size
+        if grow:
+            facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
+        compiled, seen = _Compiled(self.blocks, bool(self.modules)), set()
+        seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether compiled
+        kept = time.monotonic()
+        with self._checkpointing(facts.checkpointing):
             while done < len(self.tokens):
-                # the first pass shows what memory a window takes and what modules share
-                first = done == 0
-                ids = self.tokens[done : done + (1 if first and grow else facts.micro_batch)].to(self.device)
-                whole = len(ids) == facts.micro_batch and not (first and grow)
-                with compiled.on(facts.compiled and whole), self._timed(seconds[facts.compiled and whole], whole):
-                    base = self._reset_peak() if first else 0
-                    self._pass(decoder, ids)
-                done += len(ids)
-                bar.update(len(ids))
-                if first and grow:
-                    facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
-                if not facts.compiled and compile != "off":
-                    facts.compiled = compile == "on" or self._worth_compiling(seconds[False], done, facts.micro_batch)
-                    full = _seen_all(collected, done) if facts.compiled else set()
-        if facts.compiled and not full <= _seen_all(collected, done):
+                whole = len(self.tokens) - done >= facts.micro_batch
+                if not facts.compiled and self._should_compile(compile, seconds[False], done, facts.micro_batch):
+                    facts.compiled, seen = True, _seen_all(collected, done)
+                on = facts.compiled and whole
+                with compiled.on(on), self._timed(seconds[on], whole):
+                    done += (size := self._pass(done, facts.micro_batch))
+                yield size
+                if self.keep is not None and time.monotonic() - kept >= KEEP_SECONDS:
+                    self.keep(Progress(done, facts, collected, self._generator_state()))
+                    kept = time.monotonic()
+        if facts.compiled and not seen <= _seen_all(collected, done):
             raise _CompileError("compiled blocks do not show all inputs of their modules")
         if len(seconds[True]) > 1:
             facts.compile_seconds = max(0.0, seconds[True][0] - seconds[True][1])
-        return collected
 
-    def _pass(self, decoder: nn.Module, ids: Tensor) -> None:
+    def _label_generator(self) -> torch.Generator | None:
+        if self.label_seed is None:
+            return None
+        generator = torch.Generator().manual_seed(self.label_seed)
+        if self.progress is not None:
+            generator.set_state(self.progress.generator)
+        return generator
+
+    def _generator_state(self) -> Tensor | None:
+        return None if self.generator is None else self.generator.get_state()
+
+    def _pass(self, start: int, size: int) -> int:
+        """One pass over the windows from `start` on; returns how many there were."""
+        ids = self.tokens[start : start + size].to(self.device)
         if self.backward:
-            backward_of_summed_loss(self.model, decoder, ids)
-            return
-        with torch.no_grad():
-            decoder(input_ids=ids, use_cache=False)
+            backward_of_summed_loss(self.model, self.decoder, ids, self.generator)
+        else:
+            with torch.no_grad():
+                self.decoder(input_ids=ids, use_cache=False)
+        return len(ids)
 
     @contextmanager
     def _timed(self, seconds: list[float], whole: bool) -> Iterator[None]:
@@ -173,9 +235,9 @@ class Passes:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _worth_compiling(self, seconds: list[float], done: int, micro_batch: int) -> bool:
-        if self.device.type != "cuda" or len(seconds) < 2:
-            return False
+    def _should_compile(self, compile: str, seconds: list[float], done: int, micro_batch: int) -> bool:
+        if compile != "auto" or self.device.type != "cuda" or len(seconds) < 2:
+            return compile == "on"
         return seconds[1] * _COMPILE_GAIN * (len(self.tokens) - done) / micro_batch > _COMPILE_SECONDS
 
     def _reset_peak(self) -> int:
@@ -196,8 +258,11 @@ class Passes:
     @contextmanager
     def _checkpointing(self, on: bool) -> Iterator[None]:
         """Run each block again in the backward pass instead of keeping its activations."""
+        if not on or not self.backward:
+            yield
+            return
         had = [block.__dict__.get("forward") for block in self.blocks]
-        for block in self.blocks if on else ():
+        for block in self.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         try:
             yield
@@ -206,38 +271,6 @@ class Passes:
                 block.__dict__.pop("forward", None)
                 if forward is not None:
                     block.forward = forward
-
-
-@contextmanager
-def limited_memory(model: nn.Module, config: PruneConfig) -> Iterator[None]:
-    """Within the block, torch allocates no more than config.max_memory on the model's GPU.
-
-    Raises:
-        UserError: the model is not on a GPU, or takes that much already.
-    """
-    limit, device = config.memory_limit, next(model.parameters()).device
-    if limit is None:
-        yield
-        return
-    if device.type != "cuda":
-        raise UserError(f"--max-memory limits the memory of a GPU, but the model is on {device}; leave it out")
-    if limit <= torch.cuda.memory_allocated(device):
-        taken = torch.cuda.memory_allocated(device) / 2**30
-        raise UserError(f"--max-memory {config.max_memory} is less than the {taken:.1f} GiB of the loaded model")
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info(device)[1]), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that the process can still allocate on a CUDA device, what torch keeps in reserve included."""
-    free, total = torch.cuda.mem_get_info(device)
-    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    reserved = torch.cuda.memory_reserved(device)
-    return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
 def _seen_all(collected: fk.collect_statistics, tokens: int) -> set[str]:

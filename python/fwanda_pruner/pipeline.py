@@ -3,72 +3,29 @@
 from __future__ import annotations
 
 import resource
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from . import data, evaluate
 from .budgets import count_floored_rows, keep_budgets
-from .calibrate import Statistics, calibrate
-from .config import PASS_SETTINGS, PruneConfig
+from .calibrate import Statistics, calibrate, fingerprint
+from .config import PASS_SETTINGS, TEXT_NUMBERS, PruneConfig
+from .devices import device_rules, model_device
 from .energy import EnergyMeter, idle_power
 from .errors import UserError
+from .experts import run_split
 from .methods import Job, prune_targets
-from .model import Skipped, Target, check_length, check_model, find_targets
-from .passes import PassSettings, limited_memory
+from .model import Skipped, Target, check_length, check_model, find_blocks, find_targets, select_targets
+from .passes import PassSettings
 from .report import MatrixRow, Report, versions
+from .resume import RunState
+from .stages import Stages
 
 _TOKENS = "tokens"  # the source of text that came as token ids
-_TEXT_SETTINGS = ("calibration", "nsamples", "seqlen", "seed")
-
-
-@dataclass
-class Stages:
-    """Seconds and energy of each stage, the peak of GPU memory, and the warnings met on the way."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int = 0
-    device: torch.device = torch.device("cpu")
-    meter: EnergyMeter | None = None
-    notes: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to a stage, the device's queued work included."""
-        start = time.perf_counter()
-        try:
-            with self.meter.phase(stage) if self.meter else nullcontext():
-                yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-                self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
-            self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - start, 3)
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Keep this package's warnings for the report; each is also shown, once."""
-        package = str(Path(__file__).parent)
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            show = warnings.showwarning
-
-            def keep(message, category, filename, lineno, file=None, line=None):
-                ours = issubclass(category, UserWarning) and filename.startswith(package)
-                if ours and str(message) in self.notes:
-                    return
-                if ours:
-                    self.notes.append(str(message))
-                show(message, category, filename, lineno, file, line)
-
-            warnings.showwarning = keep
-            yield
+_TEXT_SETTINGS = ("calibration", *TEXT_NUMBERS)
 
 
 def prune(
@@ -79,6 +36,7 @@ def prune(
     statistics: Statistics | None = None,
     calibration: str | Tensor | None = None,
     eval: str | Tensor | None = None,
+    state: RunState | None = None,
     progress: bool = True,
     **settings,
 ) -> Report:
@@ -91,6 +49,7 @@ def prune(
         statistics: of this dense model, from collect(); the forward and backward pass is then left out.
         calibration: overrides config.calibration; may be token ids [S, L] int64, used as they are.
         eval: overrides config.eval; may be token ids [S, L] int64.
+        state: keeps finished stages, and those that an interrupted run kept are not done again.
         progress: show bars, where standard error is a terminal.
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
 
@@ -105,8 +64,9 @@ def prune(
         raise TypeError(f"give either config or settings, got both (settings: {', '.join(settings)})")
     config = config or PruneConfig.from_dict(settings)
     stages = Stages()
-    with stages.noting(), evaluate.evaluating(model), limited_memory(model, config):
-        return _Run(config, model, tokenizer, calibration, eval, statistics, stages, progress).prune()
+    with stages.noting(), evaluate.evaluating(model), device_rules(model, config):
+        run = _Run(config, model, tokenizer, calibration, eval, statistics, stages, progress, state)
+        return run.prune()
 
 
 def collect(
@@ -124,7 +84,7 @@ def collect(
     stages = Stages()
     kept = ("fisher", "bos", *_TEXT_SETTINGS, *PASS_SETTINGS)
     text = PruneConfig(**{name: getattr(config, name) for name in kept})
-    with stages.noting(), evaluate.evaluating(model), limited_memory(model, text):
+    with stages.noting(), evaluate.evaluating(model), device_rules(model, text):
         return _Run(text, model, tokenizer, calibration, None, None, stages, progress).collect()
 
 
@@ -138,7 +98,8 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
 
     Returns:
         {"perplexity": float, seqlen, windows, tokens_sha256, bos, tokenizer,
-        "sparsity": {"matrices": over the prunable matrices, "model": over all parameters}}.
+        "sparsity": {"matrices": over the prunable matrices, "model": over all parameters}}; the sparsity alone where
+        config.eval is None.
 
     Raises:
         UserError: as prune().
@@ -149,8 +110,7 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
         windows = run.read_text(calibration=False)
         value = run.perplexity(windows, "model")
     return {
-        "perplexity": value,
-        **protocol(windows, run.bos, tokenizer),
+        **({} if windows is None else {"perplexity": value, **protocol(windows, run.bos, tokenizer)}),
         "sparsity": {
             "matrices": _zero_share([t.weight for t in run.targets]),
             "model": _zero_share(list(model.parameters())),
@@ -171,7 +131,7 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
             f"cancels inside a group",
             stacklevel=2,
         )
-    targets, skipped = find_targets(model)
+    targets, skipped = select_targets(*find_targets(model), config)
     check_model(model, targets, config)
     return targets, skipped
 
@@ -202,19 +162,25 @@ def _with_sources(config: PruneConfig, calibration, eval, statistics: Statistics
             changes[name] = source
     if statistics is not None and config.order is None:
         changes["order"] = "onepass"
+    if statistics is not None and config.fisher is None:
+        changes["fisher"] = statistics.fisher
     return replace(config, **changes).resolved()
 
 
 class _Run:
     """One call of prune(), collect() or evaluate_model()."""
 
-    def __init__(self, config: PruneConfig, model, tokenizer, calibration, eval, statistics, stages, progress: bool):
+    def __init__(
+        self, config: PruneConfig, model, tokenizer, calibration, eval, statistics, stages, progress: bool, state=None
+    ):
         self.config = _with_sources(config, calibration, eval, statistics)
         self.calibration = calibration if isinstance(calibration, Tensor) else self.config.calibration
         self.eval = eval if isinstance(eval, Tensor) else self.config.eval
         self.model, self.tokenizer, self.given = model, tokenizer, statistics
         self.stages, self.progress = stages, progress
-        self.device = stages.device = next(model.parameters()).device
+        self.state: RunState = state or RunState()
+        self.state.notes = stages.notes
+        self.device = stages.device = model_device(model)
         self.tokens: Tensor | None = None
         self.bos: bool | None = {"none": False, "window": True}.get(self.config.bos)
         self.targets, self.skipped = plan(model, self.config)
@@ -224,29 +190,71 @@ class _Run:
         self._check_given()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        needs_inputs = config.facts.scores_inputs and self.given is None
-        windows = self.read_text(calibration=needs_inputs or config.facts.updates_weights)
-        dense = self.perplexity(windows, "dense")
+        self.state.identify(self._identity())
+        if self.state.resumed:
+            self.stages.notes.append("resumed: seconds and energy are those of the last part")
+        windows = self._recalled_text()
+        dense = self._dense_perplexity(windows)
         if dense is not None:
             note = evaluate.check_dense(dense, self.model.config.get_text_config().vocab_size)
             if note:
                 warnings.warn(note, stacklevel=2)
-        with EnergyMeter(self.device, idle=idle_power(self.device)) as energy:
+        with EnergyMeter(self.device, idle=idle_power(self.device)) as energy, self._split_experts():
             self.stages.meter = energy
             statistics, budgets = self._statistics(), None
             if config.needs_budgets:
                 with self.stages.timed("budgets"):
-                    budgets = keep_budgets(config, self.targets, statistics)
+                    budgets = self._budgets(statistics)
             with self.stages.timed("prune"):
-                job = Job(config, self.model, self.targets, self.tokens, statistics, budgets, self.progress)
+                job = Job(config, self.model, self.targets, self.tokens, statistics, budgets, self.progress, self.state)
                 rows = prune_targets(job)
         self.stages.meter = None
         pruned = self.perplexity(windows, "pruned")
         return self._report(rows, statistics, windows, dense, pruned, energy)
 
+    def _identity(self) -> dict:
+        """What a run and the one that goes on with it must have in common."""
+        facts = self.config.to_dict()
+        tensors = {"calibration": self.calibration, "eval": self.eval}
+        facts |= {name: data.tokens_sha256(text) for name, text in tensors.items() if isinstance(text, Tensor)}
+        given = None if self.given is None else self.given.fingerprint()
+        return {"statistics": given, "weights": fingerprint(self.targets), **facts, **versions(self.device)}
+
+    def _recalled_text(self) -> Tensor | None:
+        """The windows of the evaluation; those of the calibration are kept in self.tokens."""
+        if (kept := self.state.recall("text")) is not None:
+            texts, self.bos = kept[0], kept[1]["bos"]
+            self.tokens = texts.get("calibration")
+            return texts.get("eval")
+        facts = self.config.facts
+        windows = self.read_text(calibration=facts.updates_weights or (facts.scores_inputs and self.given is None))
+        texts = {name: text for name, text in (("calibration", self.tokens), ("eval", windows)) if text is not None}
+        self.state.keep("text", texts, {"bos": self.bos})
+        return windows
+
+    def _dense_perplexity(self, windows: Tensor | None) -> float | None:
+        if windows is None:
+            return None
+        if (kept := self.state.recall("dense")) is not None:
+            return kept[1]["perplexity"]
+        dense = self.perplexity(windows, "dense")
+        self.state.keep("dense", {}, {"perplexity": dense})
+        return dense
+
+    def _budgets(self, statistics: Statistics | None) -> dict[str, Tensor]:
+        if (kept := self.state.recall("budgets")) is not None:
+            return {name: budget.to(self.device) for name, budget in kept[0].items()}
+        budgets = keep_budgets(self.config, self.targets, statistics)
+        self.state.keep("budgets", budgets)
+        return budgets
+
     def collect(self) -> Statistics:
         self.read_text(calibration=True)
-        return self._calibrated(self.config.fisher)
+        with self._split_experts():
+            return self._calibrated(self.config.fisher)
+
+    def _split_experts(self):
+        return run_split(t.slice_of.experts for t in self.targets if t.slice_of is not None)
 
     def _check_given(self) -> None:
         config = self.config
@@ -256,7 +264,12 @@ class _Run:
             raise UserError(f"--method {config.method} uses no statistics; leave --statistics out")
         if config.order != "onepass":
             raise UserError(f"--statistics are of the dense model and need --order onepass, got {config.order}")
-        self.given.check(self.targets, fisher=config.needs_fisher)
+        if config.needs_fisher and self.given.fisher not in (None, config.fisher):
+            raise UserError(
+                f"--fisher {config.fisher} contradicts the statistics, which are of --fisher {self.given.fisher}; "
+                f"leave --fisher out, or measure others by fwanda calibrate"
+            )
+        self.given.check(find_targets(self.model)[0], fisher=config.needs_fisher)
         if self.given.bos is not None:
             if self.bos not in (None, self.given.bos):
                 raise UserError(f"--bos {config.bos} contradicts the statistics, which were measured otherwise")
@@ -299,18 +312,24 @@ class _Run:
         return None
 
     def _calibrated(self, fisher: str | None) -> Statistics:
+        if (kept := self.state.recall("statistics")) is not None:
+            return Statistics.of_parts(*kept).to(self.device)
         with self.stages.timed("calibrate"):
             statistics = calibrate(
                 self.model,
                 self.tokens,
                 self.targets,
                 fisher=fisher,
+                seed=self.config.seed,
                 settings=PassSettings.of(self.config),
+                state=self.state,
                 progress=self.progress,
             )
             statistics.check(self.targets, fisher=fisher is not None)
         statistics.tokens_sha256, statistics.bos = data.tokens_sha256(self.tokens), self.bos
         statistics.text = {k: getattr(self.config, k) for k in _TEXT_SETTINGS}
+        self.state.keep("statistics", *statistics.parts())
+        self.state.forget("calibration")
         return statistics
 
     def perplexity(self, windows: Tensor | None, label: str) -> float | None:
@@ -335,7 +354,9 @@ class _Run:
                 "device": str(self.device),
                 "dtype": str(self.targets[0].weight.dtype).removeprefix("torch."),
             },
-            matrices=rows + [_skipped_row(item) for item in self.skipped],
+            matrices=[_located(row, t) for row, t in zip(rows, self.targets, strict=True)]
+            + [_skipped_row(item) for item in self.skipped],
+            block_parameters=sum(p.numel() for p in find_blocks(self.model)[1].parameters()),
             model_parameters=sum(p.numel() for p in parameters),
             model_zeros=sum(p.numel() - int(torch.count_nonzero(p)) for p in parameters),
             perplexity=perplexity,
@@ -357,10 +378,17 @@ class _Run:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _located(row: MatrixRow, target: Target) -> MatrixRow:
+    """The row with the place of a matrix that is one slice of a tensor."""
+    if target.slice_of is None:
+        return row
+    return replace(row, tensor=target.slice_of.parameter, index=target.slice_of.index)
+
+
 def _skipped_row(item: Skipped) -> MatrixRow:
-    size = item.parameter.numel()
-    zeros = size - int(torch.count_nonzero(item.parameter))
-    return MatrixRow(item.name, tuple(item.parameter.shape), size, size, zeros, skipped=item.reason)
+    size = sum(p.numel() for p in item.parameters)
+    zeros = size - sum(int(torch.count_nonzero(p)) for p in item.parameters)
+    return MatrixRow(item.name, item.shape, size, size, zeros, skipped=item.reason)
 
 
 def _zero_share(tensors: list[Tensor]) -> float:

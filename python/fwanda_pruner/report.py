@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import reprlib
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,12 +21,13 @@ class MatrixRow:
     """What happened to one weight matrix.
 
     Attributes:
-        name: module name; the weight is stored under `name + ".weight"`.
-        shape: (R, C); as stored where a tensor of another rank was skipped.
+        name: module name; the weight is `name + ".weight"`, unless tensor is given.
+        shape: (R, C); as stored where a tensor of another rank was skipped, (weights,) where a part of the model was.
         asked: weights the budget keeps.
         kept: weights the mask keeps.
         kept_zero: kept weights that are zero all the same.
         skipped: why the matrix was left alone, None if it was pruned.
+        tensor, index: the matrix is `tensor[index]`, a slice (transposed or not) of a parameter of fused experts.
     """
 
     name: str
@@ -34,6 +36,8 @@ class MatrixRow:
     kept: int
     kept_zero: int
     skipped: str | None = None
+    tensor: str | None = None
+    index: int | None = None
 
     @property
     def numel(self) -> int:
@@ -53,6 +57,7 @@ class Report:
     Attributes:
         config: the full configuration of the run, JSON values only.
         matrices: one row for each target, skipped ones included.
+        block_parameters: parameters of the decoder blocks.
         model_parameters: parameters of the whole model, tied ones counted once.
         model_zeros: zeros over the whole model.
         perplexity: {dense, pruned, seqlen, windows, tokens_sha256, bos, tokenizer}, None if not measured.
@@ -72,6 +77,7 @@ class Report:
 
     config: dict
     matrices: list[MatrixRow]
+    block_parameters: int
     model_parameters: int
     model_zeros: int
     perplexity: dict | None
@@ -97,6 +103,12 @@ class Report:
             "model": _ratio(self.model_zeros, self.model_parameters),
         }
 
+    @property
+    def coverage(self) -> dict[str, float]:
+        """Share of the parameters that lie in pruned matrices, of the decoder `blocks` and of the whole `model`."""
+        numel = sum(row.numel for row in self.matrices if row.skipped is None)
+        return {"blocks": _ratio(numel, self.block_parameters), "model": _ratio(numel, self.model_parameters)}
+
     def to_dict(self) -> dict:
         """The report under its stable keys, valid JSON: a perplexity that is not finite becomes "nan" or "inf"."""
         matrices = [
@@ -106,7 +118,8 @@ class Report:
         if perplexity is not None:
             perplexity = {key: _json_number(value) for key, value in perplexity.items()}
         facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {**facts, "perplexity": perplexity, "sparsity": self.sparsity, "matrices": matrices}
+        derived = {"sparsity": self.sparsity, "coverage": self.coverage}
+        return {**facts, "perplexity": perplexity, **derived, "matrices": matrices}
 
     @classmethod
     def from_dict(cls, data: dict) -> "Report":
@@ -117,8 +130,8 @@ class Report:
         """
         facts = {key: _get(data, key, kinds) for key, kinds in _KINDS.items()}
         for stage, seconds in facts["seconds"].items():
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-                raise UserError(f"key 'seconds.{stage}' holds {seconds!r:.40}, expected a number")
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or abs(seconds) > 1e18:
+                raise UserError(f"key {_show('seconds.' + stage)} holds {_show(seconds)}, expected a number")
         facts["matrices"] = [_matrix_row(row, i) for i, row in enumerate(facts["matrices"])]
         if facts["perplexity"] is not None:
             facts["perplexity"] = dict(facts["perplexity"])
@@ -133,16 +146,18 @@ class Report:
         Raises:
             UserError: the file is missing, unreadable, not JSON, or not a report.
         """
-        path = Path(path)
-        file = path / FILE_NAME if path.is_dir() else path
+        file = path = Path(path)
         try:
-            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+            file = path / FILE_NAME if path.is_dir() else path
+            data = json.loads(file.read_text(encoding="utf-8"))
+            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed
+            return cls.from_dict(data)
         except FileNotFoundError:
             raise UserError(f"report {path}: {file.name} not found; give a {FILE_NAME} or its folder") from None
         except UserError as error:
             raise UserError(f"report {file}: {error}") from None
         except (OSError, ValueError, RecursionError, OverflowError) as error:
-            raise UserError(f"report {file}: cannot be read as JSON ({str(error)[:200]})") from None
+            raise UserError(f"report {str(file)[:200]}: cannot be read as JSON ({str(error)[:200]})") from None
 
 
 def versions(device: torch.device | str | None = None) -> dict[str, str | None]:
@@ -172,18 +187,33 @@ def table(reports: list[tuple[str, Report]]) -> str:
 
 
 def summary(report: Report) -> str:
-    """A few lines that close a run: sparsity found, perplexity, cost, skipped matrices."""
+    """A few lines that close a run: sparsity found, coverage, perplexity, cost, skipped matrices."""
     share, skipped = report.sparsity, [row for row in report.matrices if row.skipped is not None]
+    covered = report.coverage
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
     lines = [
         f"sparsity    {_percent(share['matrices'])} of {len(report.matrices) - len(skipped)} pruned matrices"
         f" (asked {_percent(share['asked'])}), {_percent(share['model'])} of the model",
+        f"coverage    {_percent(covered['blocks'])} of the block parameters lie in pruned matrices,"
+        f" {_percent(covered['model'])} of the model's",
         f"perplexity  {_perplexities(report)}  ({_protocol(report)})",
         f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
         f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
         f"energy      {_energy(report)}",
     ]
-    return "\n".join(lines + [f"skipped     {row.name}: {row.skipped}" for row in skipped])
+    return "\n".join(lines + [f"skipped     {line}" for line in skipped_lines(skipped)])
+
+
+def skipped_lines(rows: list[MatrixRow]) -> list[str]:
+    """One line for each reason: the first matrix, how many more there are, their weights, and why."""
+    by_reason: dict[str, list[MatrixRow]] = {}
+    for row in rows:
+        by_reason.setdefault(row.skipped, []).append(row)
+    return [
+        f"{same[0].name}{f' and {len(same) - 1} more' if len(same) > 1 else ''}"
+        f" ({sum(row.numel for row in same)} weights): {reason}"
+        for reason, same in by_reason.items()
+    ]
 
 
 def _energy(report: Report) -> str:
@@ -244,6 +274,7 @@ def _json_number(value):
 _KINDS = {
     "config": dict,
     "matrices": list,
+    "block_parameters": int,
     "model_parameters": int,
     "model_zeros": int,
     "perplexity": (dict, type(None)),
@@ -258,22 +289,37 @@ _KINDS = {
     "omega_floored_rows": (int, type(None)),
     "passes": (dict, type(None)),
 }
-_ROW_KINDS = {"name": str, "asked": int, "kept": int, "kept_zero": int, "skipped": (str, type(None))}
+_ROW_KINDS = {
+    "name": str,
+    "asked": int,
+    "kept": int,
+    "kept_zero": int,
+    "skipped": (str, type(None)),
+    "tensor": (str, type(None)),
+    "index": (int, type(None)),
+}
 
 
 def _get(data: dict, key: str, kinds, where: str = ""):
     if not isinstance(data, dict) or key not in data:
         raise UserError(f"key {where + key!r} is missing; the file is not a complete report")
-    if not isinstance(data[key], kinds):
-        raise UserError(f"key {where + key!r} holds {data[key]!r:.40}, which is not what a report has there")
-    return data[key]
+    value = data[key]
+    if not isinstance(value, kinds) or (isinstance(value, int) and abs(value) >= 2**63):
+        raise UserError(f"key {where + key!r} holds {_show(value)}, which is not what a report has there")
+    return value
+
+
+def _show(value) -> str:
+    """A short text of any JSON value."""
+    return f"{reprlib.repr(value):.60}"
 
 
 def _matrix_row(data: dict, index: int) -> MatrixRow:
     where = f"matrices[{index}]."
     shape = _get(data, "shape", list, where)
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise UserError(f"key {where + 'shape'!r} holds {shape!r:.40}, expected a list of sizes")
+    sizes = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
+    if not sizes or math.prod(shape) >= 2**63:
+        raise UserError(f"key {where + 'shape'!r} holds {_show(shape)}, expected a list of sizes")
     return MatrixRow(shape=tuple(shape), **{key: _get(data, key, kinds, where) for key, kinds in _ROW_KINDS.items()})
 
 
@@ -282,7 +328,7 @@ def _perplexity(data: dict, key: str) -> float:
     try:
         return float(value)
     except (ValueError, OverflowError):
-        raise UserError(f"key 'perplexity.{key}' holds {value!r:.40}, expected a number") from None
+        raise UserError(f"key 'perplexity.{key}' holds {_show(value)}, expected a number") from None
 
 
 def _version(package: str) -> str | None:

@@ -8,17 +8,31 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils import cached_file
+
+from .card import model_card
+from .config import TEXT_NUMBERS, PruneConfig
 from .errors import UserError
-from .evaluate import audit
+from .evaluate import Piece, audit, stored_tensors
 from .load import quiet
-from .report import FILE_NAME, Report
+from .model import is_multimodal
+from .report import FILE_NAME, MatrixRow, Report
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_NAME = 200
+_PROCESSOR_FILES = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json",
+    "chat_template.jinja",
+)  # fmt: skip
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -35,7 +49,7 @@ def atomic_file(path: str | Path):
     path = _resolved(path)
     temporary = _beside(path, "tmp")
     try:
-        with _user_errors(path):
+        with user_errors(path):
             yield temporary
             temporary.chmod(0o666 & ~_umask())  # safetensors writes 0600
             _fsync(temporary)
@@ -162,10 +176,10 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     temporary, aside = _beside(output, "tmp"), _beside(output, "old")
     made = [folder for folder in output.parents if not folder.exists()]
     try:
-        with _user_errors(output):
+        with user_errors(output):
             temporary.mkdir(parents=True)
             _write(model, tokenizer, report, temporary)
-            _check_zeros(temporary, report)
+            _check_zeros(model, temporary, report)
             _flush(temporary)
             _swap(temporary, output, aside if overwrite else None)
     finally:
@@ -176,14 +190,53 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
             _remove_empty(made)
 
 
+def verify_finished(output: str | Path, config: PruneConfig, *, model: str, statistics: str | None) -> None:
+    """Check that a folder is the result of these settings, and that its files hold the zeros of its report.
+
+    Args:
+        output: a folder of save_pruned().
+        config: resolved.
+        model, statistics: what the command names.
+
+    Raises:
+        UserError: it is of other settings, or its files are not as they were written.
+
+    Matrices that the files hold under other names (split experts) are not counted.
+    """
+    _clean_leftovers(_resolved(output))
+    report = Report.load(output)
+    asked = {**config.to_dict(), "model": model, "statistics": statistics}
+    for key in ("device", "dtype"):  # the report has what "auto" became
+        if asked[key] in (None, "auto"):
+            del asked[key]
+    if statistics is not None:  # the text was theirs
+        asked = {key: value for key, value in asked.items() if key not in ("calibration", *TEXT_NUMBERS, "fisher")}
+    for key, value in asked.items():
+        if report.config.get(key) != value:
+            raise UserError(
+                f"{output} is finished with {key} {report.config.get(key)!r}, this command has {value!r}; choose "
+                f"another folder or pass --overwrite"
+            )
+    stored = stored_tensors(Path(output))
+    rows = [row for row in report.matrices if row.skipped is None and f"{row.name}.weight" in stored]
+    for row, (zeros, numel) in zip(rows, audit(Path(output), [row.name for row in rows]).values(), strict=True):
+        if (zeros, numel) != (row.zeros, row.numel):
+            raise UserError(
+                f"{output} is not as it was written: {row.name} holds {zeros} zeros, its report says {row.zeros}; pass "
+                f"--overwrite to write it anew"
+            )
+
+
 def _write(model, tokenizer, report: Report, folder: Path) -> None:
     start = time.perf_counter()
     with quiet(), _savable_generation_config(model):
         model.save_pretrained(folder, max_shard_size="5GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if is_multimodal(model):
+            _copy_processor(model.config.name_or_path, folder)
     report.seconds["save"] = round(time.perf_counter() - start, 3)
-    (folder / "README.md").write_text(_model_card(report), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(model, report), encoding="utf-8")
     (folder / FILE_NAME).write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for file in folder.glob("*.safetensors"):
         file.chmod(0o666 & ~_umask())  # safetensors writes 0600
@@ -206,13 +259,60 @@ def _savable_generation_config(model):
             model.generation_config = original
 
 
-def _check_zeros(folder: Path, report: Report) -> None:
+def _copy_processor(name: str, folder: Path) -> None:
+    """The settings of the image processor as they stand, where there are any."""
+    for file in _PROCESSOR_FILES:
+        with contextlib.suppress(OSError, ValueError):
+            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+            if found is not None and not (folder / file).exists():
+                shutil.copyfile(found, folder / file)
+
+
+def _check_zeros(model, folder: Path, report: Report) -> None:
     rows = [row for row in report.matrices if row.skipped is None]
-    found = audit(folder, [row.name for row in rows])
+    pieces = _pieces(model, rows, folder)
+    if unknown := [name for name, found in pieces.items() if not found]:
+        warnings.warn(
+            f"the zeros of {len(unknown)} matrices were not counted in the files, where {unknown[0]} and others have "
+            f"names that could not be traced",
+            stacklevel=2,
+        )
+    rows = [row for row in rows if pieces.get(row.name) != []]
+    found = audit(folder, [row.name for row in rows], pieces=pieces)
     for row in rows:
         expected = (row.numel - row.asked + row.kept_zero, row.numel)
         if found[row.name] != expected:
             raise RuntimeError(f"{row.name}: (zeros, weights) in the file are {found[row.name]}, expected {expected}")
+
+
+def _pieces(model, rows: list[MatrixRow], folder: Path) -> dict[str, list[Piece]]:
+    """Where the files hold the matrices that they do not hold by name; [] where that cannot be told.
+
+    transformers may rename tensors and split fused experts on saving. What becomes of each is seen by saving small
+    tensors that hold the number of their row in place of the weights.
+    """
+    files = stored_tensors(folder)
+    sought = {i: row for i, row in enumerate(rows) if row.tensor or f"{row.name}.weight" not in files}
+    tags: dict[str, Tensor] = {}
+    for i, row in sought.items():
+        if row.tensor is None:
+            tags[f"{row.name}.weight"] = torch.full((2, 2), i)
+        else:
+            experts = len(model.get_parameter(row.tensor))
+            tags.setdefault(row.tensor, torch.full((experts, 2, 2), -1))[row.index] = i
+    pieces: dict[str, list[Piece]] = {row.name: [] for row in sought.values()}
+    if not tags:
+        return pieces
+    with tempfile.TemporaryDirectory(dir=folder) as place, contextlib.suppress(IndexError, RuntimeError, ValueError):
+        with quiet(), _savable_generation_config(model):
+            model.save_pretrained(place, state_dict=tags)
+        for name, tag in load_file(Path(place, "model.safetensors")).items():
+            slices = [(None, tag)] if tag.dim() < 3 else list(enumerate(tag))
+            for index, part in slices:
+                numbers = part.unique().tolist()
+                if len(numbers) == 1 and numbers[0] in sought and name in files:
+                    pieces[sought[numbers[0]].name].append((name, index))
+    return pieces
 
 
 def _swap(temporary: Path, output: Path, aside: Path | None) -> None:
@@ -229,8 +329,8 @@ def _swap(temporary: Path, output: Path, aside: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _user_errors(output: Path):
-    """Says in one line what the disk refused: OSError has a number, safetensors only a text."""
+def user_errors(output: Path):
+    """Turns what the disk refuses into a UserError of one line that names `output`."""
     try:
         yield
     except UserError:
@@ -242,6 +342,8 @@ def _user_errors(output: Path):
             raise UserError(f"output {output}: no space left on the disk ({_size(free)} free); make room") from error
         if number in _FORBIDDEN:
             raise UserError(f"output {output}: not writable ({os.strerror(number)}); choose another folder") from error
+        if number == errno.ENOENT:
+            raise UserError(f"output {output}: {output.parent} is gone; run again") from error
         if number == errno.ENOTEMPTY:
             raise UserError(f"output {output} was filled meanwhile; choose another folder") from error
         raise
@@ -268,39 +370,3 @@ def _remove_empty(folders: list[Path]) -> None:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _model_card(report: Report) -> str:
-    config, share = report.config, report.sparsity
-    facts = [f"- {key}: {config[key]}" for key in ("model", "method", "allocation", "pattern") if config.get(key)]
-    facts.append(f"- sparsity: {share['matrices']:.4f} of the pruned matrices, {share['model']:.4f} of the model")
-    if report.perplexity is not None:
-        facts.append(
-            "- perplexity: {dense:.2f} dense, {pruned:.2f} pruned ({windows} windows of {seqlen} tokens)".format_map(
-                report.perplexity
-            )
-        )
-    return _CARD.format(facts="\n".join(facts), file=FILE_NAME)
-
-
-_CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags: [pruned, sparse]
----
-# Pruned with fwanda
-
-{facts}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-
-Removed weights are stored as zeros: the files are as large as before, and ordinary dense kernels run no faster.
-Pruning changes what the model says; measure it on your task. The original model's licence and limits still apply.
-The full record of the run is in `{file}`.
-"""

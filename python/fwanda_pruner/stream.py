@@ -8,9 +8,9 @@ import tempfile
 import torch
 from torch import Tensor, nn
 
+from .devices import free_memory, model_device
 from .errors import UserError
 from .model import find_blocks
-from .passes import free_memory
 
 _BATCH_TOKENS = 8192  # in a call of a block on a GPU: the sums over tokens are then bound by arithmetic
 _GPU_SHARE, _RAM_SHARE = 0.4, 0.5  # of what is free, for the hidden states
@@ -39,7 +39,7 @@ class BlockStream:
     def __init__(self, model: nn.Module, tokens: Tensor, *, micro_batch: int | None = None):
         self.blocks = find_blocks(model)[1]
         self._model = model
-        self._device = next(model.parameters()).device
+        self._device = model_device(model)
         if len(tokens) > 1 and not _same(*(self._capture_arguments(ids[None]) for ids in (tokens[0], tokens[-1]))):
             raise UserError(f"{_not_streamable(model)}: the arguments of its blocks depend on the tokens")
         size = micro_batch or (max(1, _BATCH_TOKENS // tokens.shape[1]) if self._device.type == "cuda" else 1)

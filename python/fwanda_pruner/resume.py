@@ -1,0 +1,145 @@
+"""What an interrupted run has finished, beside its output, so that the same command can go on with --resume."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from .errors import UserError
+from .save import atomic_file, user_errors
+
+_FACTS = "fwanda"  # the entry of a file's metadata
+_RUN = "run"  # the stage that says which run it is
+
+
+class RunState:
+    """The finished stages of a run, each a file that appears whole or not at all.
+
+    They lie in the hidden folder `.NAME.resume` beside the output NAME, which one process at a time may use. Without a
+    folder nothing is kept.
+
+    Args:
+        output: the folder that the run will write; None keeps nothing.
+        resume: go on with what is there; otherwise it is removed.
+
+    Attributes:
+        notes: the warnings so far; kept with each stage, and brought back with it.
+        resumed: whether anything was there to go on with.
+
+    Raises:
+        UserError: another process writes the same output, or the folder cannot be written.
+    """
+
+    def __init__(self, output: str | Path | None = None, *, resume: bool = False):
+        self.notes: list[str] = []
+        self.folder: Path | None = None
+        self.resumed = False
+        if output is None:
+            return
+        output = Path(output).resolve()
+        self.folder = output.with_name(f".{output.name}.resume")
+        with user_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  held until the process ends
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"another process is writing {output}; wait for it, or choose another --output"
+                ) from error
+            found = [path for path in self.folder.iterdir() if path.name != "lock"]
+            if not resume:
+                for path in found:
+                    path.unlink()
+            self.resumed = resume and bool(found)
+
+    def __enter__(self) -> RunState:
+        return self
+
+    def __exit__(self, _kind, error: BaseException | None, *_) -> None:
+        """Leave the finished stages for --resume; a folder without any goes."""
+        if self.folder is None:
+            return
+        if all(path == self._path(_RUN) for path in self.folder.glob("*.safetensors")):
+            self.remove()
+        elif isinstance(error, KeyboardInterrupt):
+            error.args = ("the same command with --resume goes on",)
+
+    def identify(self, facts: dict) -> None:
+        """Say which run this is, before anything is recalled.
+
+        Args:
+            facts: JSON values that must be the same for the results to be.
+
+        Raises:
+            UserError: the folder is of a run with other facts, naming the first that differs.
+        """
+        facts = json.loads(json.dumps(facts))
+        kept = self.recall(_RUN)
+        if kept is None:
+            return self.keep(_RUN, {}, facts)
+        for key in facts.keys() | kept[1].keys():
+            if facts.get(key) != kept[1].get(key):
+                raise UserError(
+                    f"the interrupted run had {key} {_short(kept[1].get(key))}, this one has {_short(facts.get(key))}; "
+                    f"give the same command, or leave --resume out to start afresh"
+                )
+
+    def recall(self, stage: str) -> tuple[dict[str, Tensor], dict] | None:
+        """Tensors and facts of a stage that was kept, on the CPU; None if it was not.
+
+        Raises:
+            UserError: its file is broken.
+        """
+        if self.folder is None or not (path := self._path(stage)).is_file():
+            return None
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads((file.metadata() or {})[_FACTS])
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+            self.notes += [note for note in facts["notes"] if note not in self.notes]
+            return tensors, facts["facts"]
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            line = " ".join(str(error).split())
+            raise UserError(f"{path} is broken ({line}); leave --resume out to start afresh") from error
+
+    def keep(self, stage: str, tensors: Mapping[str, Tensor], facts: object = None) -> None:
+        """Keep a stage: its tensors, and facts that JSON can hold.
+
+        Raises:
+            UserError: the disk is full, or the folder is gone or cannot be written.
+        """
+        if self.folder is None:
+            return
+        from safetensors.torch import save_file
+
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with atomic_file(self._path(stage)) as temporary:
+            save_file(whole, temporary, metadata={_FACTS: json.dumps({"facts": facts, "notes": self.notes})})
+
+    def forget(self, stage: str) -> None:
+        """Remove a stage that a later one replaces."""
+        if self.folder is not None:
+            self._path(stage).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder: the run is finished."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.close()
+            self.folder = None
+
+    def _path(self, stage: str) -> Path:
+        return self.folder / f"{stage}.safetensors"
+
+
+def _short(value) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,182 @@
+"""Model families by tiny random configurations, and what the tests of each ask."""
+
+import pytest
+import tiny
+import torch
+import transformers
+from torch import nn
+
+import fwanda_pruner
+from fwanda_pruner.model import find_targets
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {  # name: (model class, config class, config, matrices in a block)
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 8}, 7),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", SIZES, 7),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SIZES, "head_dim": 8}, 7),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**SIZES, "head_dim": 8, "sliding_window": 8}, 7),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**SIZES, "head_dim": 8, "sliding_window": 8}, 7),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**SIZES, "pad_token_id": 0}, 4),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**GPT, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+        6,
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        4,
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**GPT, "intermediate_size": 48}, 4),
+    "falcon": ("FalconForCausalLM", "FalconConfig", GPT, 4),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, 4),
+}
+
+# transformers 5 fuses the experts of these into 3-D parameters, where 4 has lists of linear layers
+MOE = {**SIZES, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+QWEN_MOE = {**MOE, "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+EXPERTS = {  # name: (model class, config class, config, weights of the matrices in a block, its router)
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**MOE, "num_local_experts": 4}, 3072 + 4 * 4608, 1),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**QWEN_MOE, "shared_expert_intermediate_size": 16},
+        3072 + 5 * 1536,
+        2,
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**QWEN_MOE, "head_dim": 8}, 3072 + 4 * 1536, 1),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        {**MOE, "num_experts": 4, "pad_token_id": 0, "eos_token_id": 2},
+        3072 + 4 * 4608,
+        1,
+    ),
+    "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", {**MOE, "num_local_experts": 4}, 3072 + 4 * 4608, 1),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**MOE, "head_dim": 8, "num_local_experts": 4, "sliding_window": 8},
+        3072 + 4 * 4608,
+        1,
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **MOE, "num_experts_per_tok": 1, "head_dim": 8, "num_local_experts": 4, "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 64,
+        },
+        3072 + 5 * 4608,
+        1,
+    ),
+    "jetmoe": (
+        "JetMoeForCausalLM",
+        "JetMoeConfig",
+        {
+            "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8,
+            "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,
+        },
+        1024 + 4 * 1024 + 4 * 4608,
+        2,
+    ),
+}  # fmt: skip
+FUSED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"] if transformers.__version__ >= "5" else []
+FUSED += ["granitemoe", "gpt_oss", "llama4", "jetmoe"]
+TEXT = tiny.tokens(6, 24).clamp(min=9)  # the ids below stand for images in the multimodal models
+
+
+VISION = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def llava():
+    vision, text = transformers.CLIPVisionConfig(**VISION), transformers.LlamaConfig(**SIZES)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def gemma3_vision():
+    text = {**SIZES, "head_dim": 8, "sliding_window": 8}
+    config = transformers.Gemma3Config(
+        vision_config=VISION, text_config=text, image_token_index=5, mm_tokens_per_image=4
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def qwen2_5_vl():
+    vision = {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 32}
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    text = {**SIZES, "rope_scaling": rope, "bos_token_id": 1, "eos_token_id": 2}
+    special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config=vision, text_config=text, **dict(zip(special, range(4, 8), strict=True))
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def mllama():
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
+        "attention_heads": 4, "image_size": 28, "patch_size": 14, "vision_output_dim": 64,
+        "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
+    }  # fmt: skip
+    text = {**SIZES, "num_hidden_layers": 3, "cross_attention_layers": [1], "pad_token_id": 0}
+    text["rope_scaling"] = {"rope_type": "default"}
+    config = transformers.MllamaConfig(vision_config=vision, text_config=text)
+    return transformers.MllamaForConditionalGeneration(config)
+
+
+MULTIMODAL = {"llava": llava, "gemma3_vision": gemma3_vision, "qwen2_5_vl": qwen2_5_vl, "mllama": mllama}
+WITH_TEXT = [name for name in MULTIMODAL if name != "mllama"]
+
+
+def build(family: str, dtype=torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    if family in MULTIMODAL:
+        return MULTIMODAL[family]().to(dtype).eval()
+    model_class, config_class, settings = (FAMILIES | EXPERTS)[family][:3]
+    config = getattr(transformers, config_class)(**settings)
+    model = getattr(transformers, model_class)(config).eval()
+    for parameter in model.parameters():  # far from a fresh model, whose router hardly decides
+        parameter.data = parameter.data.mul(3).to(dtype)
+    return model
+
+
+RUNS = [
+    {"method": "fwanda", "allocation": "global", "order": "onepass"},
+    {"method": "wanda", "order": "sequential"},
+    {"method": "sparsegpt", "order": "sequential"},
+]
+
+
+def prune(model, **settings):
+    return fwanda_pruner.prune(model, calibration=TEXT, progress=False, **{"sparsity": 0.5, **settings})
+
+
+def run_name(settings) -> str:
+    return "-".join(settings.values())
+
+
+def check_counts(model, report) -> list:
+    """Exact counts of every pruned matrix, from the weights themselves; returns the rows."""
+    rows = [row for row in report.matrices if row.skipped is None]
+    targets = find_targets(model)[0]
+    assert [row.name for row in rows] == [target.name for target in targets]
+    for row, target in zip(rows, targets, strict=True):
+        assert row.shape == tuple(target.weight.shape) and row.asked == row.kept
+        assert int((target.weight == 0).sum()) == row.numel - row.asked + row.kept_zero
+    assert report.sparsity["asked"] == pytest.approx(0.5, abs=1e-3)
+    return rows

@@ -1,0 +1,213 @@
+"""Interrupted runs go on where they stopped, with the same bits; nothing stale is ever taken for a stage."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kill
+import pytest
+import torch
+
+from fwanda_pruner import cli, passes, pipeline, resume
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.resume import RunState
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    kill.prepare(folder)
+    return folder
+
+
+@pytest.fixture
+def argv(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(passes, "KEEP_SECONDS", 0)
+    text = str(folder / "text.txt")
+    start = ["prune", str(folder / "model"), *kill.SETTINGS, "--calibration", text, "--eval", text]
+    return [*start, "--output", str(tmp_path / "out")]
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Ctrl-C once a stage is kept."""
+
+    def at(stage: str):
+        keep = RunState.keep
+
+        def interrupted(self, name, *args):
+            keep(self, name, *args)
+            if name == stage:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(RunState, "keep", interrupted)
+        return lambda: monkeypatch.setattr(RunState, "keep", keep)
+
+    return at
+
+
+def state_of(argv) -> Path:
+    output = Path(argv[argv.index("--output") + 1])
+    return output.with_name(f".{output.name}.resume")
+
+
+def test_kill_9_at_random_points_changes_no_bit():
+    """In a process of its own, which has started no threads before it forks."""
+    command = [sys.executable, str(Path(kill.__file__)), "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("same bits") == 5, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "settings, stages",
+    [
+        (["--method", "fwanda"], ["text", "dense", "calibration", "statistics", "budgets"]),
+        (["--method", "fsparsegpt"], ["statistics", "block-00000", "block-00003"]),
+        (["--method", "wanda", "--order", "sequential"], ["block-00001"]),
+    ],
+    ids=["fwanda", "fsparsegpt", "wanda"],
+)
+def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(
+    argv, settings, stages, interrupt, capsys, tmp_path
+):
+    argv += settings
+    assert cli.main(argv) == 0 and not state_of(argv).exists()
+    expected = kill.result(tmp_path / "out")[0]
+    for stage in stages:
+        argv[argv.index("--output") + 1] = str(tmp_path / stage)
+        capsys.readouterr()
+        go_on = interrupt(stage)
+        assert cli.main(argv) == 130
+        go_on()
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last == "fwanda: interrupted; the same command with --resume goes on"
+        assert not (tmp_path / stage).exists() and (state_of(argv) / f"{stage}.safetensors").is_file()
+        assert cli.main([*argv, "--resume"]) == 0
+        assert kill.result(tmp_path / stage)[0] == expected and not state_of(argv).exists()
+        report = json.loads((tmp_path / stage / "fwanda.json").read_text())
+        assert "resumed: seconds and energy are those of the last part" in report["warnings"]
+
+
+def test_finished_stages_are_not_done_again(argv, interrupt, monkeypatch):
+    argv += ["--method", "fwanda"]
+    go_on = interrupt("statistics")
+    assert cli.main(argv) == 130
+    go_on()
+    for name in ("calibrate", "keep_budgets"):
+        monkeypatch.setattr(pipeline, name, {"keep_budgets": pipeline.keep_budgets}.get(name))
+    monkeypatch.setattr(pipeline._Run, "read_text", None)
+    assert cli.main([*argv, "--resume"]) == 0
+
+
+def test_without_resume_a_run_starts_afresh(argv, interrupt, capsys):
+    argv += ["--method", "fwanda"]
+    go_on = interrupt("statistics")
+    assert cli.main(argv) == 130
+    go_on()
+    assert cli.main([*argv, "--allocation", "global"]) == 0
+
+
+def test_resume_without_a_state_starts_afresh(argv):
+    assert cli.main([*argv, "--method", "wanda", "--resume"]) == 0
+
+
+def test_another_command_does_not_go_on(argv, interrupt, capsys):
+    go_on = interrupt("statistics")
+    assert cli.main([*argv, "--method", "fwanda"]) == 130
+    go_on()
+    assert cli.main([*argv, "--method", "fwanda", "--allocation", "global", "--resume"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert 'the interrupted run had allocation "row", this one has "global"' in line and state_of(argv).exists()
+
+
+def test_another_model_does_not_go_on(argv, interrupt, capsys, folder, tmp_path):
+    argv += ["--method", "fwanda"]
+    go_on = interrupt("statistics")
+    assert cli.main(argv) == 130
+    go_on()
+    other = kill.tiny.llama(blocks=4, seed=5)
+    other.save_pretrained(tmp_path / "model")
+    kill.tiny.tokenizer().save_pretrained(tmp_path / "model")
+    argv[1] = str(tmp_path / "model")
+    assert cli.main([*argv, "--resume"]) == 2
+    assert "the interrupted run had weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["truncated", "random", "empty"])
+def test_a_broken_state_is_one_line(argv, interrupt, capsys, damage):
+    argv += ["--method", "fwanda"]
+    go_on = interrupt("statistics")
+    assert cli.main(argv) == 130
+    go_on()
+    path = state_of(argv) / "statistics.safetensors"
+    path.write_bytes({"truncated": path.read_bytes()[:-9], "random": os.urandom(400), "empty": b""}[damage])
+    capsys.readouterr()
+    assert cli.main([*argv, "--resume"]) == 2
+    assert "is broken" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert cli.main(argv) == 0
+
+
+def test_resume_of_a_finished_run_verifies_it(argv, capsys, tmp_path):
+    argv += ["--method", "wanda"]
+    assert cli.main(argv) == 0
+    before = kill.result(tmp_path / "out")
+    capsys.readouterr()
+    assert cli.main([*argv, "--resume"]) == 0
+    assert capsys.readouterr().out.startswith("finished    ")
+    assert kill.result(tmp_path / "out") == before
+
+
+def test_a_finished_run_of_another_command_is_not_taken_for_this_one(argv, capsys):
+    assert cli.main([*argv, "--method", "wanda"]) == 0
+    assert cli.main([*argv, "--method", "magnitude", "--resume"]) == 2
+    assert "is finished with method 'wanda', this command has 'magnitude'" in capsys.readouterr().err
+
+
+def test_a_finished_run_whose_files_changed_is_refused(argv, capsys, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    assert cli.main([*argv, "--method", "wanda"]) == 0
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"].fill_(1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert cli.main([*argv, "--method", "wanda", "--resume"]) == 2
+    assert "model.layers.1.mlp.up_proj holds 0 zeros" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_write_one_output(tmp_path):
+    with RunState(tmp_path / "out") as state:
+        state.keep("text", {})
+        with pytest.raises(UserError, match="another process is writing"):
+            RunState(tmp_path / "out", resume=True)
+        assert state.recall("text") is not None
+
+
+def test_a_full_disk_leaves_the_last_good_stage(tmp_path, monkeypatch):
+    state = RunState(tmp_path / "out")
+    state.keep("statistics", {"x": torch.ones(3)})
+
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(UserError, match="no space left"):
+        state.keep("statistics", {"x": torch.zeros(3)})
+    assert state.recall("statistics")[0]["x"].tolist() == [1, 1, 1]
+
+
+def test_a_state_folder_that_vanishes_is_one_line(tmp_path):
+    state = RunState(tmp_path / "out")
+    state.keep("text", {})
+    resume.shutil.rmtree(state.folder)
+    with pytest.raises(UserError, match="is gone"):
+        state.keep("dense", {}, {"perplexity": 1.0})
+
+
+def test_a_run_that_keeps_nothing_leaves_nothing(argv, tmp_path, capsys):
+    argv[1] = str(tmp_path / "nowhere")
+    assert cli.main(argv) == 2
+    assert list(tmp_path.iterdir()) == []
