@@ -71,7 +71,9 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of a run")
-    parser.add_argument("--repeats", type=int, default=1, help="warm runs of each pipeline, 0 for ours cold alone (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="warm runs of each pipeline, 0 for ours cold alone (%(default)s)"
+    )
     parser.add_argument("--paper", action="store_true", help=f"{PAPER_REPEATS} warm runs: mean and 95 %% CI")
     parser.add_argument("--naive", action="store_true", help="also run the published pipeline in plain torch")
     parser.add_argument("--overhead", action="store_true", help="time the passes with and without statistics")
@@ -273,7 +275,9 @@ def file_name(result: dict) -> str:
 
 def table(result: dict) -> list[str]:
     """Lines: phases and figures down, cold, warm (the last run) and plain torch across."""
-    columns = {"cold": result["ours"]["cold"]} | {"warm": run for run in result["ours"]["warm"][-1:]}
+    columns = {"cold": result["ours"]["cold"]}
+    if result["ours"]["warm"]:
+        columns["warm"] = result["ours"]["warm"][-1]
     if "naive" in result:
         columns["plain torch"] = result["naive"]["warm"][-1]
     phases = dict.fromkeys(phase for run in columns.values() for phase in run["seconds"])

@@ -17,6 +17,8 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
 METHODS = ("magnitude", "wanda", "sparsegpt", "fsparsegpt", "fwanda")
 MACHINE = ("card", "driver", "torch", "triton", "transformers", "fwanda_kernels", "python")
 PROTOCOL = ("tokens", "dtype", "sparsity")
@@ -60,6 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     parser.add_argument("--quality", type=Path, metavar="QUALITY.json", help="perplexities for the Pareto picture")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: beside the first result)")
+    parser.add_argument("--readme", action="store_true", help="also write the tables between the markers of README.md")
     args = parser.parse_args(arguments)
     folder = args.out or args.results[0].parent
     try:
@@ -68,6 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     folder.mkdir(parents=True, exist_ok=True)
+    tables = []
     for index, results in enumerate(groups):
         rows = sorted((row for result in results for row in rows_of(result)), key=order)
         slug = re.sub(r"[^a-z0-9]+", "-", results[0]["card"].lower()).strip("-")
@@ -75,12 +79,16 @@ def main(arguments: list[str] | None = None) -> None:
         text = "\n".join(markdown(results, rows)) + "\n"
         stem.with_suffix(".md").write_text(text)
         write_csv(stem.with_suffix(".csv"), results, rows)
+        tables.append(text)
         print(text)
         print("\n".join(str(stem.with_suffix(suffix)) for suffix in (".md", ".csv")))
         plotted = points(rows, quality or {})
         if plotted:
             picture(heading(results), plotted, stem.with_suffix(".png"))
             print(stem.with_suffix(".png"))
+    if args.readme:
+        head, rest = README.read_text().split(BEGIN)
+        README.write_text(head + BEGIN + "\n" + "\n".join(tables) + END + rest.split(END)[1])
 
 
 def read(path: Path) -> dict:

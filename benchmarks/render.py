@@ -2,7 +2,7 @@
 
     python benchmarks/render.py benchmarks/results/ops-CARD-DATE.json [MORE.json ...]
 
-A later file only adds the rows that the earlier ones lack. Writes the ops between the markers of README.md, the hosts
+The rows of a later file replace those of an earlier one. Writes the ops between the markers of README.md, the hosts
 between those of docs/integrating.md, and the bars of the ops beside the first file as PNG.
 """
 
@@ -18,20 +18,22 @@ HOSTS = ("nn.utils.prune", "ao.pruning", "Wanda fork", "llm-compressor")  # in p
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+")
-    paths = parser.parse_args().results
+    parser.add_argument("--only", choices=("ops", "hosts"), help="write one of the two tables (default: both)")
+    args = parser.parse_args()
+    paths = args.results
     facts, rows = {}, {}
     for path in paths:
         result = json.loads(path.read_text())
         if facts and facts["card"] != result["card"]:
             parser.error(f"{path} is of {result['card']}, {paths[0]} of {facts['card']}")
         facts = facts or result
-        rows = {(row["op"], row["case"]): row for row in result["rows"]} | rows
+        rows |= {(row["op"], row["case"]): row for row in result["rows"]}
     ops = [row for row in rows.values() if row["op"] not in HOSTS]
     hosts = [row for row in rows.values() if row["op"] in HOSTS]
-    if ops:
+    if ops and args.only != "hosts":
         picture(facts, ops, paths[0].with_suffix(".png"))
         write(ROOT / "README.md", op_table(facts, ops, paths))
-    if hosts:
+    if hosts and args.only != "ops":
         write(ROOT / "docs" / "integrating.md", host_table(facts, hosts, paths))
 
 

@@ -310,8 +310,10 @@ def test_names(read, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "_dataset", lambda *_args, **_options: [])  # asks the network
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_args, **_options: 1 / 0)
 
+    names = TEXT.filter(lambda text: "\n" not in text)  # which the command line prints as a space
+
     @fuzz()
-    @hypothesis.given(st.one_of(TEXT, TEXT.map("./{}".format), TEXT.map("{}.gguf".format), st.just("x" * 5000)))
+    @hypothesis.given(st.one_of(names, names.map("./{}".format), names.map("{}.gguf".format), st.just("x" * 5000)))
     def run(name):
         check(read, name)
 

@@ -229,6 +229,27 @@ def test_a_broken_gguf_is_refused(tmp_path):
         assert "x.gguf" in refusal(tmp_path / "x.gguf")
 
 
+@pytest.mark.parametrize("key", ["embedding_length", "block_count", "feed_forward_length", "attention.head_count_kv"])
+def test_a_gguf_file_that_tells_of_a_huge_model_is_refused_before_it_takes_memory(tmp_path, key):
+    pytest.importorskip("accelerate")
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    content = bytearray((tmp_path / "tiny.gguf").read_bytes())
+    value = content.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
+    content[value : value + 4] = (1 << 24).to_bytes(4, "little")
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    assert "tiny.gguf" in refusal(tmp_path / "tiny.gguf", device="cpu")
+
+
+@pytest.mark.parametrize("at", [8, 16])
+def test_counts_beyond_the_end_of_a_gguf_file_are_refused_at_once(tmp_path, at):
+    pytest.importorskip("accelerate")
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    content = bytearray((tmp_path / "tiny.gguf").read_bytes())
+    content[at : at + 8] = (1 << 60).to_bytes(8, "little")
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    assert "is not a whole GGUF file" in refusal(tmp_path / "tiny.gguf", device="cpu")
+
+
 def without(*packages):
     find = importlib.util.find_spec
     return lambda name, *rest: None if name in packages else find(name, *rest)

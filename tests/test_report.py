@@ -133,7 +133,10 @@ def test_table_is_aligned_and_tells_method_sparsity_perplexity_and_time():
 
 def test_summary_names_skipped_matrices_and_unmeasured_energy():
     text = summary(make_report())
-    for fact in ("45.00 %", "41.67 %", "15.00 %", "20.50 -> 35.25", "head (50 weights): tied", "40.00 % of the block parameters", "not measured: device is cpu", "3.5"):
+    for fact in (
+        "45.00 %", "41.67 %", "15.00 %", "20.50 -> 35.25", "head (50 weights): tied", "40.00 % of the block parameters",
+        "not measured: device is cpu", "3.5",
+    ):  # fmt: skip
         assert fact in text
     assert "-> " not in summary(make_report(perplexity=None))
 

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         args.run(args)
         return 0
     except UserError as error:
-        print(f"fwanda: error: {error}", file=sys.stderr)
+        print(f"fwanda: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         print(f'fwanda: error: {error}; install the pruner: pip install "fwanda-kernels[prune]"', file=sys.stderr)

@@ -44,6 +44,7 @@ TEXT_NUMBERS = ("nsamples", "seqlen", "seed")
 PASS_SETTINGS = ("micro_batch", "compile", "checkpointing", "max_memory", "deterministic")
 LARGEST_EXPONENT = 4
 LARGEST_GROUP = 1024
+_DEEPEST = 8  # of the lists and mappings in a file of settings
 _RANGES = {
     "nsamples": (1, 1_000_000),
     "seqlen": (2, 10_000_000),
@@ -140,7 +141,7 @@ class PruneConfig:
         if self.allocation is not None and self.allocation not in self.facts.allocations:
             raise UserError(
                 f"--allocation must be one of {', '.join(self.facts.allocations)} with --method {self.method}, "
-                f"got {self.allocation!r}"
+                f"got {_show(self.allocation)}"
             )
         if self.method == "magnitude" and self.order not in (None, "onepass"):
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
@@ -178,14 +179,14 @@ class PruneConfig:
             except (ValueError, ZeroDivisionError):
                 valid = False
             if not valid:
-                raise UserError(f"--sparsity must be a decimal in [0, 1), got {self.sparsity!r}")
+                raise UserError(f"--sparsity must be a decimal in [0, 1), got {_show(self.sparsity)}")
         if self.pattern is None:
             return
-        match = re.fullmatch(r"(\d+):(\d+)", self.pattern)
+        match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", self.pattern)
         if not match or not 1 <= int(match[1]) <= int(match[2]) <= LARGEST_GROUP:
             raise UserError(
                 f"--pattern must be n:m, keep n of every m, with 1 <= n <= m <= {LARGEST_GROUP}, e.g. 2:4, "
-                f"got {self.pattern!r}"
+                f"got {_show(self.pattern)}"
             )
         n, m = self.nm
         if self.sparsity is not None and Fraction(self.sparsity) != 1 - Fraction(n, m):
@@ -196,11 +197,11 @@ class PruneConfig:
 
     def _check_memory(self) -> None:
         if self.micro_batch != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", self.micro_batch):
-            raise UserError(f"--micro-batch must be auto or a number of sequences, got {self.micro_batch!r}")
+            raise UserError(f"--micro-batch must be auto or a number of sequences, got {_show(self.micro_batch)}")
         if self.compile == self.checkpointing == "on":
             raise UserError("--compile on contradicts --checkpointing on; give only one of them")
         if self.max_memory is not None and not self.memory_limit:
-            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {self.max_memory!r}")
+            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {_show(self.max_memory)}")
 
     @property
     def memory_limit(self) -> int | None:
@@ -279,7 +280,12 @@ class PruneConfig:
         import yaml
 
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            text, depth = Path(path).read_text(encoding="utf-8"), 0
+            for event in yaml.parse(text, Loader=yaml.SafeLoader):  # which stays fast, however deep
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > _DEEPEST:
+                    raise ValueError("nested too deeply")
+            values = yaml.safe_load(text)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             line = " ".join(str(error).split())[:300]
             raise UserError(f"cannot read the settings in {path}: {line}") from error

@@ -169,7 +169,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     with _one_line(f"model {name!r}: cannot be loaded"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     _check_quantization(config, name)
-    auto_class = _auto_class(config, name)
+    auto_class = _auto_class(config, name, trust_remote_code)
     if folder:
         _check_stored_types(folder, name)
     with _one_line(f"model {name!r}: cannot be loaded"):
@@ -225,14 +225,14 @@ def _check_quantization(config, name: str) -> None:
             )
 
 
-def _auto_class(config, name: str) -> type:
+def _auto_class(config, name: str, trust_remote_code: bool = False) -> type:
     """The class that loads a causal language model, alone or as a part of a multimodal model."""
     architectures = config.architectures or []
     if config.get_text_config() is not config:
         if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return AutoModelForImageTextToText
         raise UserError(f"model {name!r} is multimodal ({config.model_type}), of a kind that cannot run on text alone")
-    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     seq2seq = getattr(config, "is_encoder_decoder", False)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not seq2seq
