@@ -83,7 +83,9 @@ def _parser() -> _Parser:
     _add_settings(prune, [f.name for f in fields(PruneConfig)])
     prune.add_argument("--config", metavar="FILE", help="YAML or JSON file of these settings; flags override it")
     prune.add_argument(
-        "--statistics", metavar="FILE", help="file of `fwanda calibrate`: x2 and omega; implies --order onepass"
+        "--statistics",
+        metavar="FILE",
+        help="file of `fwanda calibrate`: x2 and omega of the dense model (default order then: onepass)",
     )
     prune.add_argument("--output", metavar="DIR", help="folder to write; appears whole or not at all")
     prune.add_argument("--overwrite", action="store_true", help="replace DIR, whatever it holds")
@@ -106,12 +108,17 @@ def _parser() -> _Parser:
         default="ppl",
         help="some of ppl, zeroshot (seven tasks), mmlu (five-shot) and names of lm-eval, with commas (%(default)s)",
     )
-    evaluate.add_argument(
-        "--eval-data", metavar="DIR", help="data sets of the tasks as DIR/ORG/NAME (default: lm-eval downloads them)"
-    )
-    evaluate.add_argument("--limit", type=int, metavar="N", help="the first N examples of each task (default: all)")
-    evaluate.add_argument("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass (8)")
+    _add_tasks(evaluate)
     _add_settings(evaluate, [*_EVAL, "bos", *_PLACE])
+
+    sweep = _command(commands, "sweep", _sweep, "many settings on one model: a table and pictures")
+    _add_model(sweep)
+    sweep.add_argument("recipe", metavar="RECIPE", help="YAML file, or one that comes along: " + ", ".join(_recipes()))
+    sweep.add_argument(
+        "--output", metavar="DIR", required=True, help="folder of the results; cells there do not run again"
+    )
+    _add_tasks(sweep)
+    _add_settings(sweep, [*_TEXT, *_EVAL, *_PLACE, *PASS_SETTINGS])
 
     report = _command(commands, "report", _report, "one table from the reports of several runs")
     report.add_argument("reports", nargs="+", metavar="REPORT", help="fwanda.json, or the folder that holds it")
@@ -150,6 +157,18 @@ def _load(args: argparse.Namespace, config: PruneConfig):
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
     return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--eval-data", metavar="DIR", help="data sets of the tasks as DIR/ORG/NAME (default: lm-eval downloads them)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N examples of each task (default: all)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass (8)")
+
+
+def _recipes() -> list[str]:
+    return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
 
 
 def _add_settings(parser: argparse.ArgumentParser, names: list[str]) -> None:
@@ -297,6 +316,23 @@ def _task_settings(args: argparse.Namespace) -> dict:
     """Arguments of evaluate_tasks(), those that were given."""
     given = {"data_dir": args.eval_data, "limit": args.limit, "batch_size": args.batch_size}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _sweep(args: argparse.Namespace) -> None:
+    from . import sweep, sweep_report
+
+    sweep_report.check_installed()
+    given = {f.name: getattr(args, f.name) for f in fields(PruneConfig) if hasattr(args, f.name)}
+    recipe = sweep.Recipe.load(args.recipe, given)
+    for config in recipe.cells:
+        _check_text(calibration=config.calibration, eval=config.eval)
+    model, tokenizer = _load(args, recipe.cells[0])
+    options = {"eval_data": args.eval_data, "batch_size": args.batch_size, "limit": args.limit}
+    cells = sweep.run(model, tokenizer, recipe, args.output, source=args.model, **options)
+    found = sweep_report.lines(recipe.cells, cells)
+    paths = sweep_report.write(found, args.output)
+    print(sweep_report.markdown(found))
+    print("\n".join(map(str, paths)))
 
 
 def _report(args: argparse.Namespace) -> None:

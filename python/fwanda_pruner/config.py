@@ -222,6 +222,11 @@ class PruneConfig:
         return self.nm is None and (self.facts.weighs_rows or self.allocation in FISHER_ALLOCATIONS)
 
     @property
+    def reads_statistics(self) -> bool:
+        """Whether statistics of the dense model decide anything: omega, or x2 unless it is measured block by block."""
+        return self.needs_fisher or (self.facts.scores_inputs and self.order == "onepass")
+
+    @property
     def needs_budgets(self) -> bool:
         """Whether each row gets a count: not under a pattern, nor where a sweep selects over all rows."""
         return self.nm is None and (self.allocation in FISHER_ALLOCATIONS or not self.facts.updates_weights)

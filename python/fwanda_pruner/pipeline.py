@@ -260,10 +260,10 @@ class _Run:
         config = self.config
         if self.given is None:
             return
-        if config.method in ("magnitude", "sparsegpt"):
-            raise UserError(f"--method {config.method} uses no statistics; leave --statistics out")
-        if config.order != "onepass":
-            raise UserError(f"--statistics are of the dense model and need --order onepass, got {config.order}")
+        if not config.reads_statistics:
+            raise UserError(
+                f"--method {config.method} in --order {config.order} uses no statistics; leave --statistics out"
+            )
         if config.needs_fisher and self.given.fisher not in (None, config.fisher):
             raise UserError(
                 f"--fisher {config.fisher} contradicts the statistics, which are of --fisher {self.given.fisher}; "

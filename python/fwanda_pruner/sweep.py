@@ -1,0 +1,272 @@
+"""`fwanda sweep`: many settings on one model, each cell a file, so that an interrupted sweep goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import fwanda_kernels as fk
+
+from .calibrate import Statistics
+from .config import PruneConfig
+from .errors import UserError
+from .model import Target, find_targets
+from .pipeline import collect, evaluate_model, prune
+from .report import Report
+from .save import atomic_file
+from .tasks import check_tasks, evaluate_tasks
+
+RECIPES = Path(__file__).parent / "recipes"
+_CELLS = "cells"
+_BINS = 50
+_KEYS = ("base", "cells", "seeds", "tasks", "share_statistics")
+# what a calibration depends on; the rest of a cell can share one
+_EVALUATION = ("calibration", "seqlen", "eval", "eval_seqlen", "eval_windows", "bos", "device", "dtype")
+_TOLD = ("method", "allocation", "pattern", "sparsity", "order", "seed")
+_CALIBRATION = ("calibration", "nsamples", "seqlen", "seed", "fisher", "include", "exclude")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to run.
+
+    Attributes:
+        cells: the settings of each cell, without repetitions.
+        tasks: names for fwanda_pruner.evaluate_tasks(), run on the dense model and on each cell.
+        share_statistics: one forward and backward pass serves all cells with the same text and Fisher information.
+            Without it each cell measures its own, so that its seconds and joules are those of a run by itself.
+    """
+
+    cells: tuple[PruneConfig, ...]
+    tasks: tuple[str, ...] = ()
+    share_statistics: bool = True
+
+    @classmethod
+    def load(cls, name: str | Path, overrides: dict | None = None) -> Recipe:
+        """Read a YAML file, or a recipe that comes with the package by its name.
+
+        The file is a mapping: `base` (settings of every cell), `cells` (a list of mappings; a list as a value is
+        crossed with the others), `seeds` (each cell runs with each; default 0), `tasks` and `share_statistics`.
+
+        Args:
+            name: of the recipe, or its file.
+            overrides: settings that take the place of those of every cell.
+
+        Raises:
+            UserError: there is no such recipe, or a setting is wrong; one line that names it.
+        """
+        import yaml
+
+        path = Path(name)
+        if not path.suffix and (RECIPES / f"{name}.yaml").is_file():
+            path = RECIPES / f"{name}.yaml"
+        try:
+            values = yaml.safe_load(path.read_text())
+        except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
+            known = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
+            line = " ".join(str(error).split())[:200]
+            raise UserError(f"cannot read the recipe {name}: {line}; recipes that come along: {known}") from error
+        if not isinstance(values, dict) or not set(values) <= set(_KEYS):
+            raise UserError(f"{path} must be a mapping with the keys {', '.join(_KEYS)}")
+        return cls(
+            cells=tuple(dict.fromkeys(_expanded(path, values, overrides or {}))),
+            tasks=tuple(_listed(path, values, "tasks", [])),
+            share_statistics=bool(values.get("share_statistics", True)),
+        )
+
+
+def _expanded(path: Path, values: dict, overrides: dict) -> Iterable[PruneConfig]:
+    """Every combination of the cells' lists, on top of the base, with each seed."""
+    base, seeds = values.get("base", {}), _listed(path, values, "seeds", [0])
+    crossed = _listed(path, values, "cells", [])
+    if not isinstance(base, dict) or not crossed or not all(isinstance(cell, dict) for cell in crossed):
+        raise UserError(f"{path}: base must be a mapping, and cells a list of mappings, at least one")
+    for cell in crossed:
+        lists = [value if isinstance(value, list) else [value] for value in cell.values()]
+        for *combination, seed in itertools.product(*lists, seeds):
+            settings = {**base, **dict(zip(cell, combination, strict=True)), "seed": seed, **overrides}
+            try:
+                yield PruneConfig.from_dict(settings).resolved()
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from error
+
+
+def _listed(path: Path, values: dict, key: str, default) -> list:
+    found = values.get(key, default)
+    if not isinstance(found, list):
+        raise UserError(f"{path}: {key} must be a list, got {type(found).__name__}")
+    return found
+
+
+def run(
+    model: nn.Module,
+    tokenizer,
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    source: str | None = None,
+    eval_data: str | None = None,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    progress: bool = True,
+) -> list[dict]:
+    """Run every cell that has no file yet; the model has its dense weights again afterwards.
+
+    Args:
+        model, tokenizer: as prune().
+        recipe: what to run.
+        output: folder of the results; `cells/` in it holds one JSON file a cell.
+        source: name of the model, for the report.
+        eval_data, batch_size, limit: as evaluate_tasks().
+        progress: show bars.
+
+    Returns:
+        One dict for each cell, in the order of the recipe: {"report": the report, "dense": perplexity and tasks of the
+        dense model, "lm_eval": tasks or None, "kept": histogram, "disagreement": by matrix or None}.
+
+    Raises:
+        UserError: as prune(), naming the cell; the cells before it are kept.
+    """
+    output = Path(output)
+    (output / _CELLS).mkdir(parents=True, exist_ok=True)
+    tasks = {"batch_size": batch_size, "limit": limit, "data_dir": eval_data, "progress": progress}
+    tasks = {name: value for name, value in tasks.items() if value is not None}
+    if recipe.tasks:
+        check_tasks(recipe.tasks, **{k: v for k, v in tasks.items() if k != "progress"})
+    targets = find_targets(model)[0]
+    dense = {target.name: target.weight.to("cpu", copy=True) for target in targets}
+    cells: dict[PruneConfig, dict] = {}
+    shared: tuple[tuple, Statistics] | None = None
+    for index, config in enumerate(sorted(recipe.cells, key=_calibration)):
+        path = output / _CELLS / f"{_key(config, recipe, source, limit)}.json"
+        if path.is_file():
+            cells[config] = _read(path)
+            continue
+        if progress:
+            told = describe(config, recipe.cells)
+            print(f"cell {index + 1} of {len(recipe.cells)}: {told}, seed {config.seed}", flush=True)
+        asked = config
+        before = _dense_facts(model, tokenizer, config, recipe, output, tasks, source)
+        config = replace(config, bos={True: "window", False: "none", None: config.bos}[before.get("bos")])
+        if recipe.share_statistics and config.reads_statistics:
+            shared = _shared(model, tokenizer, config, recipe, shared, progress)
+        cell = _cell(model, tokenizer, config, recipe, shared, targets, dense, tasks, progress)
+        cell = {"model": source, **cell, "dense": before}
+        with atomic_file(path) as temporary:
+            temporary.write_text(json.dumps(cell) + "\n", encoding="utf-8")
+        cells[asked] = cell
+    return [cells[config] for config in recipe.cells]
+
+
+def describe(config: PruneConfig, among: Iterable[PruneConfig]) -> str:
+    """The settings of a cell that tell it from others, but for the seed, on one line."""
+    words = [config.method, config.allocation, config.pattern or config.sparsity]
+    values = {key: value for key, value in config.to_dict().items() if key not in _TOLD}
+    varying = [
+        key for key, value in values.items() if any(getattr(other, key) != getattr(config, key) for other in among)
+    ]
+    return " ".join([*words, *(f"{key}={values[key]}" for key in varying)])
+
+
+def _key(config: PruneConfig, recipe: Recipe, source: str | None, limit: int | None) -> str:
+    """Name of a cell's file: what its result depends on."""
+    facts = {
+        **config.to_dict(),
+        "model": source,
+        "tasks": recipe.tasks,
+        "limit": limit,
+        "shared": recipe.share_statistics,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is broken ({error}); remove it, and its cell runs again") from error
+
+
+def _measured(model, tokenizer, config: PruneConfig, recipe: Recipe, tasks: dict) -> dict:
+    """Perplexity with its protocol, and the tasks, of the model as it is."""
+    found = evaluate_model(model, tokenizer, config=config, progress=tasks["progress"])
+    found["lm_eval"] = evaluate_tasks(model, tokenizer, recipe.tasks, **tasks) if recipe.tasks else None
+    return found
+
+
+def _dense_facts(model, tokenizer, config: PruneConfig, recipe: Recipe, output: Path, tasks: dict, source) -> dict:
+    """_measured() of the dense model, once for each way to evaluate."""
+    neutral = PruneConfig(**{key: getattr(config, key) for key in _EVALUATION}).resolved()
+    path = output / _CELLS / f"dense-{_key(neutral, recipe, source, tasks.get('limit'))}.json"
+    if path.is_file():
+        return _read(path)
+    found = _measured(model, tokenizer, config, recipe, tasks)
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    return found
+
+
+def _calibration(config: PruneConfig) -> tuple[str, ...]:
+    """What the statistics of a cell depend on; cells with the same run one after the other."""
+    return tuple(str(getattr(config, name)) for name in _CALIBRATION)
+
+
+def _shared(model, tokenizer, config: PruneConfig, recipe: Recipe, last, progress: bool) -> tuple[tuple, Statistics]:
+    """The statistics of the cell's text: those of the cell before where they are the same."""
+    key = _calibration(config)
+    if last is not None and last[0] == key:
+        return last
+    return key, collect(model, tokenizer, config=config, progress=progress)
+
+
+def _cell(model, tokenizer, config, recipe, shared, targets: list[Target], dense, tasks: dict, progress: bool) -> dict:
+    """Prune, evaluate, and put the dense weights back."""
+    statistics = shared[1] if shared is not None and recipe.share_statistics and config.reads_statistics else None
+    try:
+        settings = replace(config, eval=None)
+        report = prune(model, tokenizer, config=settings, statistics=statistics, progress=progress)
+        found = _measured(model, tokenizer, config, recipe, tasks)
+        return {
+            "report": report.to_dict() | {"config": report.config | {"eval": config.eval}},
+            **found,
+            "kept": _histogram(targets),
+            "disagreement": None if statistics is None else _disagreement(config, targets, dense, statistics),
+        }
+    except UserError as error:
+        raise UserError(f"{describe(config, recipe.cells)}: {error}") from error
+    finally:
+        for target in targets:
+            target.weight.copy_(dense[target.name])
+
+
+def _histogram(targets: list[Target]) -> list[int]:
+    """How many rows keep a share of their weights in each of 50 equal bins of [0, 1]."""
+    shares = [(t.weight != 0).float().mean(1) for t in targets]
+    return torch.histc(torch.cat(shares), bins=_BINS, min=0, max=1).long().tolist()
+
+
+def _disagreement(
+    config: PruneConfig, targets: list[Target], dense: dict[str, Tensor], statistics: Statistics
+) -> dict[str, float] | None:
+    """Share of the mask entries of each matrix that are not those of Wanda at the same sparsity."""
+    if config.nm:
+        return None
+    shares = {}
+    for target in targets:
+        weight, norm = dense[target.name].to(target.weight.device), statistics.layer(target.name).norm
+        cols = weight.shape[1]
+        mask = fk.row_topk_mask(weight, norm, cols - config.removed * cols // 1)
+        shares[target.name] = float((mask != (target.weight != 0)).float().mean())
+    return shares
+
+
+def report_of(cell: dict) -> Report:
+    """The Report of a cell."""
+    return Report.from_dict(cell["report"])

@@ -1,0 +1,180 @@
+"""Sweeps: recipes, cells that equal single runs, going on after an interruption, tables and pictures."""
+
+import csv
+import json
+
+import pytest
+import tiny
+import torch
+import yaml
+
+import fwanda_pruner
+from fwanda_pruner import cli, sweep, sweep_report
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.sweep import RECIPES, Recipe
+
+CELLS = [
+    {"method": ["wanda", "magnitude"], "sparsity": [0.5, 0.6]},
+    {"method": "fwanda", "allocation": ["row", "global"], "sparsity": 0.5},
+    {"method": "fsparsegpt", "allocation": "global", "sparsity": 0.5},
+    {"method": "wanda", "pattern": "2:4"},
+]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe; returns its path."""
+    text = tmp_path / "text.txt"
+    text.write_text(tiny.text(2000))
+
+    def write(cells=CELLS, **others):
+        base = {"calibration": str(text), "eval": str(text), "nsamples": 16, "seqlen": 24, "eval_windows": 6}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({"base": base, "cells": cells, **others}))
+        return path
+
+    return write
+
+
+def run(recipe: Recipe, output, model=None) -> list[dict]:
+    return sweep.run(model or tiny.llama(), tiny.tokenizer(), recipe, output, source="tiny", progress=False)
+
+
+def test_lists_are_crossed_with_each_other_and_the_seeds(recipe):
+    found = Recipe.load(recipe(seeds=[0, 3])).cells
+    assert len(found) == 2 * (4 + 2 + 1 + 1) and {config.seed for config in found} == {0, 3}
+    assert [c.sparsity for c in found if c.method == "magnitude" and not c.seed] == ["0.5", "0.6"]
+
+
+def test_overrides_take_the_place_of_settings_and_merge_what_they_make_equal(recipe):
+    path = recipe([{"method": "wanda", "nsamples": [32, 64]}])
+    assert len(Recipe.load(path).cells) == 2
+    assert [config.nsamples for config in Recipe.load(path, {"nsamples": 16}).cells] == [16]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_each_cell_is_the_result_of_a_run_by_itself(recipe, tmp_path, share):
+    found = Recipe.load(recipe(share_statistics=share))
+    cells = run(found, tmp_path / "out")
+    for config, cell in zip(found.cells, cells, strict=True):
+        alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
+        assert cell["perplexity"] == alone.perplexity["pruned"], sweep.describe(config, found.cells)
+        assert cell["dense"]["perplexity"] == alone.perplexity["dense"]
+        assert cell["report"]["matrices"] == json.loads(json.dumps(alone.to_dict()))["matrices"]
+        assert sum(cell["kept"]) == sum(row.shape[0] for row in alone.matrices)
+
+
+def test_the_model_is_dense_again_afterwards(recipe, tmp_path):
+    model, dense = tiny.llama(), tiny.llama().state_dict()
+    run(Recipe.load(recipe()), tmp_path / "out", model)
+    assert all(torch.equal(weight, dense[name]) for name, weight in model.state_dict().items())
+
+
+def test_disagreement_is_none_for_wanda_itself_and_some_for_others(recipe, tmp_path):
+    found = Recipe.load(recipe())
+    for config, cell in zip(found.cells, run(found, tmp_path / "out"), strict=True):
+        if config.nm or config.method == "magnitude":
+            assert cell["disagreement"] is None
+        else:
+            shares = cell["disagreement"].values()
+            assert max(shares) == 0 if config.method == "wanda" else max(shares) > 0.01
+
+
+def test_statistics_are_measured_once_for_all_cells_of_a_text(recipe, tmp_path, monkeypatch):
+    collected, plain = [], sweep.collect
+
+    def count(*args, **kwargs):
+        collected.append(kwargs["config"].seed)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(sweep, "collect", count)
+    run(Recipe.load(recipe(seeds=[0, 1])), tmp_path / "out")
+    assert collected == [0, 1]
+
+
+def test_finished_cells_do_not_run_again(recipe, tmp_path, monkeypatch):
+    found, calls, plain = Recipe.load(recipe()), [], sweep.prune
+
+    def prune(*args, **kwargs):
+        calls.append(kwargs["config"])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(sweep, "prune", prune)
+    with pytest.raises(KeyboardInterrupt):
+        run(found, tmp_path / "out")
+    run(found, tmp_path / "out")
+    assert len(calls) == 1 + len(found.cells)
+    whole = run(found, tmp_path / "other")
+    again = run(found, tmp_path / "out")
+    assert [cell["perplexity"] for cell in again] == [cell["perplexity"] for cell in whole]
+
+
+def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
+    found = Recipe.load(recipe(seeds=[0, 1]))
+    cells = run(found, tmp_path / "out")
+    written = sweep_report.write(sweep_report.lines(found.cells, cells), tmp_path / "out")
+    assert {path.name for path in written} == {
+        "results.csv",
+        "results.md",
+        "perplexity-by-sparsity.png",
+        "sparsity-by-block.png",
+        "disagreement-by-block.png",
+        "kept-in-rows.png",
+    }
+    assert all(path.stat().st_size for path in written)
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [float(row["perplexity"]) for row in rows] == [
+        cell["perplexity"] for line in sweep_report.lines(found.cells, cells) for cell in line.cells
+    ]
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert table.count("| 2 |") == 8 and "| wanda uniform 2:4 |" in table and " ± " in table
+
+
+def test_perplexities_of_different_protocols_have_tables_of_their_own(recipe, tmp_path):
+    found = Recipe.load(recipe([{"method": "magnitude", "eval_seqlen": [12, 24]}]))
+    table = sweep_report.markdown(sweep_report.lines(found.cells, run(found, tmp_path / "out")))
+    assert table.count("Model tiny;") == 2 and "of 12 tokens" in table and "of 24 tokens" in table
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_recipes_that_come_along_can_be_read(name):
+    found = Recipe.load(name)
+    assert len(found.cells) > 1 and all(config.eval == "wikitext2" for config in found.cells)
+
+
+BROKEN = {
+    "cells: 3": "cells must be a list, got int",
+    "cells: []": "cells a list of mappings, at least one",
+    "cells: [{method: wonda}]": "--method must be one of",
+    "cells: [{methd: wanda}]": "unknown setting 'methd'",
+    "cels: [{method: wanda}]": "must be a mapping with the keys base, cells",
+    "[": "cannot read the recipe",
+    "base: 3\ncells: [{method: wanda}]": "base must be a mapping",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_recipe_is_one_line(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=BROKEN[text]) as error:
+        Recipe.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_that_does_not_exist_names_those_that_do():
+    with pytest.raises(UserError, match="recipes that come along: .*main"):
+        Recipe.load("nothing")
+
+
+def test_the_command_writes_the_tables(recipe, tmp_path, capsys):
+    tiny.llama().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    path = str(recipe([{"method": ["wanda", "magnitude"]}]))
+    argv = ["sweep", str(tmp_path / "model"), path, "--output", str(tmp_path / "out"), "--nsamples", "17"]
+    assert cli.main(argv) == 0
+    assert "| wanda uniform 0.5 | 1 |" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
+    assert [row["nsamples"] for row in rows] == ["17", "17"]
