@@ -43,9 +43,9 @@ FAMILIES = {  # name: (model class, config class, config, matrices in a block)
 }
 
 # transformers 5 fuses the experts of these into 3-D parameters, where 4 has lists of linear layers
-MOE = {**SIZES, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+MOE = {**SIZES, "num_experts_per_tok": 2}
 QWEN_MOE = {**MOE, "num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
-EXPERTS = {  # name: (model class, config class, config, weights of the matrices in a block, its router)
+EXPERTS = {  # name: (model class, config class, config, weights of the matrices in a block, its routers)
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**MOE, "num_local_experts": 4}, 3072 + 4 * 4608, 1),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
@@ -94,7 +94,6 @@ EXPERTS = {  # name: (model class, config class, config, weights of the matrices
 FUSED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"] if transformers.__version__ >= "5" else []
 FUSED += ["granitemoe", "gpt_oss", "llama4", "jetmoe"]
 TEXT = tiny.tokens(6, 24).clamp(min=9)  # the ids below stand for images in the multimodal models
-
 
 VISION = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 28,

@@ -111,7 +111,7 @@ JSONL = "".join(json.dumps({"text": f"line {i} ü"}, ensure_ascii=i % 2 == 0) + 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 @pytest.mark.parametrize("purpose", ["calibration", "eval"])
-def test_text(suffix, purpose, tmp_path):
+def test_text_of_any_bytes_is_read_or_refused(suffix, purpose, tmp_path):
     @fuzz()
     @hypothesis.given(changed(JSONL))
     def run(content):
@@ -122,7 +122,7 @@ def test_text(suffix, purpose, tmp_path):
     run()
 
 
-def test_a_line_of_jsonl(tmp_path):
+def test_jsonl_of_any_values_is_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(st.lists(st.one_of(VALUES, st.fixed_dictionaries({"text": VALUES})), min_size=1, max_size=3))
     def run(rows):
@@ -137,7 +137,7 @@ def test_a_line_of_jsonl(tmp_path):
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "gzip"])
-def test_parquet(compression, tmp_path):
+def test_parquet_of_any_bytes_is_read_or_refused(compression, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = pyarrow.table({"id": list(range(40)), "text": [f"row {i} " * 5 for i in range(40)]})
@@ -166,7 +166,7 @@ def use_statistics(file) -> None:
     prune(MODEL, statistics=Statistics.load(file), method="fwanda", sparsity=0, progress=False)
 
 
-def test_statistics(tmp_path):
+def test_statistics_of_any_bytes_are_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(changed(statistics_file(tmp_path)))
     def run(content):
@@ -176,7 +176,7 @@ def test_statistics(tmp_path):
     run()
 
 
-def test_the_facts_of_statistics(tmp_path):
+def test_statistics_of_any_facts_and_shapes_are_read_or_refused(tmp_path):
     valid = statistics_file(tmp_path)
     header = json.loads(valid[8 : 8 + int.from_bytes(valid[:8], "little")])
     facts = json.loads(header["__metadata__"]["fwanda"])
@@ -209,7 +209,7 @@ def show_report(file) -> None:
     table([("a", Report.load(file))]).encode()
 
 
-def test_report(tmp_path):
+def test_a_report_of_any_bytes_is_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(changed(json.dumps(make_report().to_dict()).encode()))
     def run(content):
@@ -219,7 +219,7 @@ def test_report(tmp_path):
     run()
 
 
-def test_the_values_of_a_report(tmp_path):
+def test_a_report_of_any_values_is_read_or_refused(tmp_path):
     valid = make_report().to_dict()
 
     @fuzz(3 * EXAMPLES)
@@ -237,7 +237,7 @@ def test_the_values_of_a_report(tmp_path):
 SETTINGS = PruneConfig(include=("*.mlp.*",), pattern="2:4", max_memory="16GiB").resolved().to_dict()
 
 
-def test_settings(tmp_path):
+def test_settings_of_any_bytes_are_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(changed(yaml.safe_dump(SETTINGS).encode()))
     def run(content):
@@ -247,7 +247,7 @@ def test_settings(tmp_path):
     run()
 
 
-def test_the_values_of_settings(tmp_path):
+def test_settings_of_any_values_are_read_or_refused(tmp_path):
     @fuzz(3 * EXAMPLES)
     @hypothesis.given(st.sampled_from(sorted(SETTINGS)), VALUES)
     def run(key, value):
@@ -272,14 +272,14 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
     ids=range(18),
 )  # fmt: skip
-def test_settings_made_to_hurt(text, tmp_path):
+def test_settings_made_to_hurt_are_refused(text, tmp_path):
     (tmp_path / "a.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError):
         PruneConfig.load(tmp_path / "a.yaml")
     check(PruneConfig.load, tmp_path / "a.yaml")
 
 
-def test_headers_of_safetensors(tmp_path):
+def test_safetensors_headers_of_any_bytes_are_read_or_refused(tmp_path):
     save_file({"a.weight": torch.ones(2)}, tmp_path / "valid", metadata={"format": "pt"})
 
     @fuzz()
@@ -291,7 +291,7 @@ def test_headers_of_safetensors(tmp_path):
     run()
 
 
-def test_gguf(tmp_path):
+def test_gguf_of_any_bytes_is_read_or_refused(tmp_path):
     pytest.importorskip("accelerate")
     write_tiny_gguf(tmp_path / "valid")
 
@@ -305,7 +305,7 @@ def test_gguf(tmp_path):
 
 
 @pytest.mark.parametrize("read", [load_model, lambda name: load_documents(name, purpose="eval"), Report.load])
-def test_names(read, tmp_path, monkeypatch):
+def test_names_of_any_characters_are_read_or_refused(read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data, "_dataset", lambda *_args, **_options: [])  # asks the network
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_args, **_options: 1 / 0)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import families
 import pytest
 import tiny
 import torch
@@ -19,14 +20,11 @@ from fwanda_pruner.passes import PassSettings
 SAMPLES, LENGTH = 7, 24
 
 
-def gpt2():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1)
-    config.eos_token_id = 2
-    return transformers.GPT2LMHeadModel(config).eval()
-
-
-MODELS = {"llama": tiny.llama, "gpt2": gpt2, "vocabulary_150k": partial(tiny.llama, vocab_size=150_000)}
+MODELS = {
+    "llama": tiny.llama,
+    "gpt2": partial(families.build, "gpt2"),
+    "vocabulary_150k": partial(tiny.llama, vocab_size=150_000),
+}
 
 
 def expected_sums(model, tokens) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

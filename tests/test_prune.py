@@ -30,7 +30,7 @@ def zeros(model):
 
 @pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
 @pytest.mark.parametrize("sparsity", ["0.5", "0.7"])
-def test_exact_counts(method, allocation, sparsity, order):
+def test_counts_and_the_denominators_of_sparsity_are_exact(method, allocation, sparsity, order):
     model = tiny.llama()
     embedding = model.model.embed_tokens.weight.clone()
     report = prune(model, method=method, allocation=allocation, sparsity=sparsity, order=order)
@@ -77,7 +77,7 @@ def test_fisher_methods_are_the_plain_ones_under_a_pattern_and_say_so(pair):
 
 
 @pytest.mark.parametrize("method", ["wanda", "magnitude", "sparsegpt"])
-def test_nm_tail_dense_leaves_the_last_columns_and_counts_exactly(method):
+def test_columns_that_are_no_multiple_of_m_are_an_error_or_an_exact_count(method):
     model = tiny.llama(intermediate_size=46)
     dense = {t.name: t.weight.clone() for t in find_targets(model)[0]}
     with pytest.raises(UserError, match="down_proj has 46 columns, pattern 2:4 needs a multiple of 4"):
@@ -298,7 +298,7 @@ def test_reloaded_model_gives_equal_logits_and_the_reported_zeros(tmp_path, dtyp
 
 
 @pytest.mark.parametrize(("method", "allocation"), sorted({(m, a) for m, a, _ in EVERY}))
-def test_runs_are_deterministic(method, allocation):
+def test_two_runs_give_the_same_bits(method, allocation):
     first, second = tiny.llama(), tiny.llama()
     for model in (first, second):
         prune(model, method=method, allocation=allocation, sparsity=0.5)
@@ -333,11 +333,12 @@ def test_memory_does_not_follow_max_position_embeddings(method):
 
 
 @pytest.mark.parametrize("nsamples", [1, 7, 300])
-def test_any_number_of_samples(nsamples):
+@pytest.mark.parametrize("method", ["wanda", "fwanda", "sparsegpt"])
+def test_1_7_and_300_samples_all_work(method, nsamples):
     report = fwanda_pruner.prune(
-        tiny.llama(blocks=1), method="wanda", calibration=tiny.tokens(nsamples, 8), progress=False
+        tiny.llama(blocks=1), method=method, calibration=tiny.tokens(nsamples, 8), progress=False
     )
-    assert report.sparsity["matrices"] == 0.5
+    assert report.sparsity["matrices"] == 0.5 and report.config["nsamples"] == nsamples
 
 
 def test_deterministic_holds_during_the_run_and_not_after(monkeypatch):

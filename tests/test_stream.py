@@ -70,6 +70,17 @@ def test_true_sequential_differs_from_sequential():
     assert not torch.equal(one[first + "o_proj"], other[first + "o_proj"])
 
 
+@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
+def test_a_sequential_run_takes_the_fisher_information_of_given_statistics(method):
+    """And the inputs, or the Hessians, of the pruned blocks from the text."""
+    settings = {"order": "sequential", "allocation": "row"}
+    expected = weights(prune(tiny.llama(), method, **settings))
+    config = fwanda_pruner.PruneConfig()
+    statistics = fwanda_pruner.collect(tiny.llama(), config=config, calibration=TOKENS, progress=False)
+    found = weights(prune(tiny.llama(), method, statistics=statistics, **settings))
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+
+
 def test_modules_are_grouped_by_their_input():
     model = tiny.llama()
     modules = {t.name: t.module for t in find_targets(model)[0] if t.block == 1}

@@ -284,6 +284,4 @@ def obs_prune_(
 ) -> None:
     if not serves(weight) or columns_of_block(weight.shape[1], block, pattern) > MAX_BLOCK:
         return NotImplemented
-    return sweep(
-        _prune, COUNTERS, weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping
-    )  # fmt: skip
+    return sweep(_prune, COUNTERS, weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping)

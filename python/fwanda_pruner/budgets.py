@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # they bring transformers, which the adapters of torch do wit
 OMEGA_FLOOR = 1e-8
 
 
-def keep_total(rows: int, cols: int, removed: Fraction) -> int:
-    """Weights kept of an [R, C] matrix: R C - floor(s R C)."""
-    return rows * cols - removed * rows * cols // 1
+def keep_total(size: int, removed: Fraction) -> int:
+    """Weights kept of `size`: size - floor(removed * size)."""
+    return size - removed * size // 1
 
 
 def floored_omega(layer: fk.LayerStatistics) -> Tensor:
@@ -60,7 +60,7 @@ def _uniform(config: PruneConfig, targets: list[Target], _statistics) -> dict[st
 
 def _equal_rows(weight: Tensor, removed: Fraction) -> Tensor:
     rows, cols = weight.shape
-    return torch.full((rows,), keep_total(1, cols, removed), device=weight.device)
+    return torch.full((rows,), keep_total(cols, removed), device=weight.device)
 
 
 def _layer(config: PruneConfig, targets: list[Target], _statistics) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def _layer(config: PruneConfig, targets: list[Target], _statistics) -> dict[str,
     for target in targets:
         weight = target.weight
         rows, cols = (torch.ones(size, device=weight.device) for size in weight.shape)
-        total = keep_total(*weight.shape, config.removed)
+        total = keep_total(weight.numel(), config.removed)
         budgets[target.name] = fk.select_threshold([weight], [rows], [cols], total)[0]
     return budgets
 
@@ -77,7 +77,7 @@ def _layer(config: PruneConfig, targets: list[Target], _statistics) -> dict[str,
 def _row(config: PruneConfig, targets: list[Target], statistics: Statistics) -> dict[str, Tensor]:
     """The paper's rule: k_i proportional to omega_i^p inside each matrix, at least 1."""
     shapes = [t.weight.shape for t in targets]
-    totals = [keep_total(rows, cols, config.removed) for rows, cols in shapes]
+    totals = [keep_total(rows * cols, config.removed) for rows, cols in shapes]
     for target, (rows, cols), total in zip(targets, shapes, totals, strict=True):
         if total < rows:
             raise UserError(
@@ -104,7 +104,7 @@ def global_budgets(config: PruneConfig, weights: list[Tensor], layers: list[fk.L
     """
     seen = [i for i, layer in enumerate(layers) if layer.n_tokens]
     budgets = [_equal_rows(weight, config.removed) for weight in weights]
-    total = keep_total(1, sum(weight.numel() for weight in weights), config.removed)
+    total = keep_total(sum(weight.numel() for weight in weights), config.removed)
     total -= sum(int(k.sum()) for k, layer in zip(budgets, layers, strict=True) if not layer.n_tokens)
     weights, norms = [weights[i] for i in seen], [layers[i].norm for i in seen]
     omegas = [layers[i].omega for i in seen]

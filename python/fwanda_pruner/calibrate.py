@@ -18,7 +18,7 @@ import fwanda_kernels as fk
 
 from .config import TEXT_NUMBERS
 from .devices import model_device
-from .errors import UserError
+from .errors import UserError, one_line
 from .model import Target, find_blocks
 from .passes import Passes, PassFacts, PassSettings, Progress
 from .resume import RunState
@@ -107,8 +107,7 @@ class Statistics:
             statistics._check_facts()
             return statistics
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            line = " ".join(str(error).split())[:300]
-            raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {line}") from error
+            raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {one_line(error)}") from error
 
     def _check_facts(self) -> None:
         """Refuse what no run has written.
@@ -157,7 +156,7 @@ class Statistics:
     def to(self, device) -> Statistics:
         """The same statistics on a device."""
         moved = {k: {name: t.to(device) for name, t in getattr(self, k).items()} for k in ("x2", "g2")}
-        return Statistics(**{**vars(self), **moved})
+        return replace(self, **moved)
 
 
 def fingerprint(targets: list[Target]) -> str:
@@ -248,8 +247,7 @@ def calibrate(
     for target in targets:
         statistics.add(target, collected)
         if target.name in signed.g1:
-            g1, tokens = signed.g1[target.name], statistics.n_tokens[target.name]
-            statistics.g2[target.name] = (g1.square() / tokens).float()
+            statistics.g2[target.name] = (signed.g1[target.name].square() / statistics.n_tokens[target.name]).float()
     return statistics
 
 

@@ -50,10 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f'fwanda: error: {error}; install the pruner: pip install "fwanda-kernels[prune]"', file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        if type(error).__name__ != "BackendError":
+    except RuntimeError as error:  # by name: neither package is imported yet
+        hints = {"BackendError": "", "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu"}
+        if type(error).__name__ not in hints:
             raise
-        print(f"fwanda: error: {error}", file=sys.stderr)
+        print(f"fwanda: error: {' '.join(str(error).split())}{hints[type(error).__name__]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print("; ".join(["fwanda: interrupted", *interrupt.args]), file=sys.stderr)
@@ -217,15 +218,16 @@ def _prune(args: argparse.Namespace) -> None:
         inputs = (args.model, args.statistics, config.calibration, config.eval)
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
-    reads_calibration = config.facts.updates_weights or (config.facts.scores_inputs and statistics is None)
+    resolved = config.resolved()
+    reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
     _check_text(calibration=config.calibration if reads_calibration else None, eval=config.eval)
     with RunState(None if args.dry_run else args.output, resume=args.resume) as state:
         start = time.perf_counter()
         model, tokenizer = _load(args, config)
         seconds = time.perf_counter() - start
         if args.dry_run:
-            return _print_plan(model, config.resolved())
-        copies = 1 if config.resolved().order == "onepass" and not config.facts.updates_weights else 2
+            return _print_plan(model, resolved)
+        copies = 2 if resolved.runs_blocks else 1  # the pruned blocks are kept for --resume
         check_output(args.output, overwrite=args.overwrite, needed_bytes=copies * model_bytes(model))
         result = pipeline.prune(model, tokenizer, config=config, statistics=statistics, state=state)
         result.config = {**result.config, "model": args.model, "statistics": args.statistics}
@@ -261,7 +263,7 @@ def _print_plan(model, config: PruneConfig) -> None:
     for item in skipped:
         print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")
     if not fixed:
-        removed = size - budgets.keep_total(1, size, config.removed)
+        removed = size - budgets.keep_total(size, config.removed)
     total, inside = (sum(p.numel() for p in m.parameters()) for m in (model, find_blocks(model)[1]))
     print(f"these matrices hold {size / inside:.2%} of the parameters of the blocks, {size / total:.2%} of the model's")
     print(f"{len(targets)} matrices of {size} weights, {removed} removed ({removed / size:.4f}); nothing was written")

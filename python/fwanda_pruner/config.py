@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from .errors import UserError
+from .errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,11 @@ class PruneConfig:
         return self.needs_fisher or (self.facts.scores_inputs and self.order == "onepass")
 
     @property
+    def runs_blocks(self) -> bool:
+        """Whether the blocks run one at a time on the calibration text, for Hessians or the inputs of pruned blocks."""
+        return self.facts.updates_weights or (self.facts.scores_inputs and self.order != "onepass")
+
+    @property
     def needs_budgets(self) -> bool:
         """Whether each row gets a count: not under a pattern, nor where a sweep selects over all rows."""
         return self.nm is None and (self.allocation in FISHER_ALLOCATIONS or not self.facts.updates_weights)
@@ -292,8 +297,7 @@ class PruneConfig:
                     raise ValueError("nested too deeply")
             values = yaml.safe_load(text)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            line = " ".join(str(error).split())[:300]
-            raise UserError(f"cannot read the settings in {path}: {line}") from error
+            raise UserError(f"cannot read the settings in {path}: {one_line(error)}") from error
         if not isinstance(values, dict):
             raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
         return cls.from_dict(values)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .errors import UserError
+from .errors import UserError, one_line
 
 SAMPLE = "sample"
 Purpose = Literal["calibration", "eval"]
@@ -64,7 +64,7 @@ def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
     try:
         exists, is_file = path.exists(), path.is_file()
     except (OSError, ValueError) as error:
-        raise UserError(f"{source[:80]}...: cannot be looked up: {_one_line(error, 60)}") from error
+        raise UserError(f"{source[:80]}...: cannot be looked up: {one_line(error, 60)}") from error
     if path.suffix.lower() in _READERS or is_file:
         return _read_file(path)
     if (path.is_absolute() or source.startswith(".")) and not exists:
@@ -113,6 +113,36 @@ def calibration_tokens(
     stream = _token_stream(documents, tokenizer)
     _require_one_window(source, stream, length)
     return _with_prefix(prefix, _draw_windows(stream, nsamples, length, seed))
+
+
+def held_out_tokens(
+    source: str, tokenizer: Any, *, nsamples: int, seqlen: int, seed: int, bos: bool, windows: int
+) -> Tensor | None:
+    """Windows of the calibration text that calibration_tokens() with the same arguments does not draw.
+
+    Args:
+        source, tokenizer, nsamples, seqlen, seed, bos: as for `calibration_tokens`.
+        windows: how many at most.
+
+    Returns:
+        [windows or fewer, seqlen] int64 on the CPU; None where calibration reads the whole text.
+
+    Raises:
+        UserError: as for `calibration_tokens`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the calibration were shown
+        documents, prefix = load_documents(source, purpose="calibration"), _prefix(tokenizer, bos)
+        length = seqlen - len(prefix)
+        if source == "c4":
+            drawn = _windows_of_documents(documents, tokenizer, nsamples + windows, length, seed)
+        else:
+            stream = _token_stream(documents, tokenizer)
+            count = min(nsamples + windows, stream.numel() // length)
+            if count <= nsamples:
+                return None
+            drawn = _draw_windows(stream, count, length, seed)
+    return _with_prefix(prefix, drawn[nsamples:])
 
 
 def evaluation_tokens(
@@ -172,9 +202,9 @@ def _read_file(path: Path) -> list[str]:
     try:
         documents = reader(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or _one_line(error)}") from error
+        raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {_one_line(error)}") from error
+        raise UserError(f"{path}: not UTF-8 text: {one_line(error)}") from error
     if all(not document or document.isspace() for document in documents):
         raise UserError(f"{path}: holds no text")
     return documents
@@ -194,15 +224,13 @@ def _read_jsonl(path: Path) -> list[str]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON: {_one_line(error)}") from error
+                raise UserError(f"{path}, line {number}: not JSON: {one_line(error)}") from error
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                 raise UserError(f'{path}, line {number}: expected an object with a string field "text"')
             try:
                 row["text"].encode()
             except UnicodeEncodeError as error:
-                raise UserError(
-                    f"{path}, line {number}: text with half a surrogate pair: {_one_line(error)}"
-                ) from error
+                raise UserError(f"{path}, line {number}: text with half a surrogate pair: {one_line(error)}") from error
             documents.append(row["text"])
     return documents
 
@@ -218,7 +246,7 @@ def _read_parquet(path: Path) -> list[str]:
             columns = file.schema_arrow.names
             documents = file.read(columns=["text"]).column("text").to_pylist() if "text" in columns else None
     except (pyarrow.ArrowException, NotImplementedError) as error:
-        raise UserError(f"{path}: not a parquet file: {_one_line(error)}") from error
+        raise UserError(f"{path}: not a parquet file: {one_line(error)}") from error
     if documents is None:
         raise UserError(f'{path}: no column "text": got {columns}')
     for number, document in enumerate(documents, start=1):
@@ -260,7 +288,7 @@ def _dataset(path: str, splits: list[str], **options: Any) -> _TextColumn:
         except Exception as error:  # any network, hub, cache or format error of `datasets` and what it is built on
             if split != splits[-1] and "split" in str(error):
                 continue
-            raise UserError(f"cannot load the dataset '{path}': {_one_line(error)}: {_OTHER_SOURCES}") from error
+            raise UserError(f"cannot load the dataset '{path}': {one_line(error)}: {_OTHER_SOURCES}") from error
     feature = dataset.features.get("text") if dataset.features else None
     if getattr(feature, "dtype", None) not in ("string", "large_string"):
         raise UserError(f"the dataset '{path}' has no text column \"text\": got {dataset.column_names}")
@@ -386,8 +414,3 @@ def _require_one_window(source: str, stream: Tensor, length: int) -> None:
 def _warn_if_few(nsamples: int) -> None:
     if nsamples < _FEW_SAMPLES:
         warnings.warn(f"{nsamples} calibration samples are few: use at least {_FEW_SAMPLES}", stacklevel=3)
-
-
-def _one_line(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[:limit] + " ..."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .config import PruneConfig
-from .errors import UserError
+from .errors import UserError, one_line
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -24,12 +24,12 @@ def device_rules(model: nn.Module, config: PruneConfig) -> Iterator[None]:
     Raises:
         UserError: the memory cannot be limited, or the model needs an operation that has no deterministic form.
     """
-    with limited_memory(model, config), deterministic_algorithms(config.deterministic):
+    with _limited_memory(model, config), _deterministic_algorithms(config.deterministic):
         yield
 
 
 @contextmanager
-def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Within the block, torch gives the same bits in every run on the same machine.
 
     Raises:
@@ -38,23 +38,21 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     except RuntimeError as error:
         if "determinis" not in str(error):
             raise
-        raise UserError(f"--deterministic: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"--deterministic: {one_line(error)}") from error
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 @contextmanager
-def limited_memory(model: nn.Module, config: PruneConfig) -> Iterator[None]:
+def _limited_memory(model: nn.Module, config: PruneConfig) -> Iterator[None]:
     """Within the block, torch allocates no more than config.max_memory on the model's GPU.
 
     Raises:

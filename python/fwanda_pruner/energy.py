@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .errors import one_line
+
 SAMPLE_SECONDS = 0.1  # 10 Hz
 SHORTEST = 2.0  # seconds; the counters resolve no shorter window
 COMPARED = 5.0  # seconds; from here on the two methods should agree
@@ -280,7 +282,7 @@ class EnergyMeter:
             return len(self._trace) - 1
 
     def _fail(self, error: Exception) -> None:
-        self._failure = f"not measured: {' '.join(str(error).split()) or type(error).__name__}"
+        self._failure = f"not measured: {one_line(error)}"
 
     def _length(self, start: int, end: int) -> float:
         return self._trace[end].seconds - self._trace[start].seconds

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import product
 
 import torch
 from torch import Tensor, nn
+
+from .attributes import replaced
+from .errors import one_line
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _CHECKED_TOKENS, _ACTIVATION = 16, 4.0  # of the self-check; activations of that size reach the clamps of a gate
@@ -76,7 +79,7 @@ def split_experts(module: nn.Module) -> FusedExperts | None:
             forward, examples = restate(module, layers)
             difference = _difference(module, forward, examples())
         except Exception as error:  # whatever a module raises on input of a shape that it does not take
-            failures.append(" ".join(str(error).split())[:120] or type(error).__name__)
+            failures.append(one_line(error, 120))
             continue
         if difference is None:
             return FusedExperts(module, layers, torch.compiler.disable(forward))
@@ -85,20 +88,9 @@ def split_experts(module: nn.Module) -> FusedExperts | None:
     raise CannotSplit(f"its experts cannot be restated as linear layers ({failures[0]})")
 
 
-@contextmanager
-def run_split(experts: Iterable[FusedExperts]) -> Iterator[None]:
+def run_split(experts: Iterable[FusedExperts]) -> AbstractContextManager[None]:
     """Within the block the modules of fused experts compute by their linear layers, so that hooks see each expert."""
-    distinct = {id(item): item for item in experts}.values()
-    had = [item.module.__dict__.get("forward") for item in distinct]
-    try:
-        for item in distinct:
-            item.module.forward = item.forward
-        yield
-    finally:
-        for item, forward in zip(distinct, had, strict=True):
-            item.module.__dict__.pop("forward", None)
-            if forward is not None:
-                item.module.forward = forward
+    return replaced("forward", {item.module: item.forward for item in experts})
 
 
 def _fused_names(module: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from .attributes import replaced
 from .errors import UserError
 
 _LOGITS = 1 << 24  # at once: 64 MB in fp32, and as much in copies of fewer bits
@@ -67,6 +68,19 @@ def backward_of_summed_loss(
     hidden.backward(gradient)
 
 
+@torch.no_grad()
+def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor) -> float:
+    """SUM of the next-token losses of ids [B, L], in fp32, a slice of the positions at a time."""
+    output = decoder(input_ids=ids, use_cache=False)
+    states, labels = output.last_hidden_state[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
+    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    with _head_of(model, decoder, type(output)) as head:
+        for state, label in zip(states.split(size), labels.split(size), strict=True):
+            total += nn.functional.cross_entropy(head(state[None])[0].float(), label, reduction="sum")
+    return float(total)
+
+
 def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a label at each position by inverting the cumulative distribution.
 
@@ -103,17 +117,13 @@ def _loss_gradient(
 def _head_of(model: nn.Module, decoder: nn.Module, output_type: type) -> Iterator[Callable[[Tensor], Tensor]]:
     """What the model itself does after its decoder (head, scaling, soft caps): [1, n, H] -> logits [1, n, V]."""
     states: list[Tensor] = []
-    had = decoder.__dict__.get("forward")
 
     def head(hidden: Tensor) -> Tensor:
         states[:] = [hidden]
         return model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False).logits
 
-    decoder.forward = lambda *_args, **_kwargs: output_type(last_hidden_state=states[0])
-    try:
+    def forward(*_args, **_kwargs):
+        return output_type(last_hidden_state=states[0])
+
+    with replaced("forward", {decoder: forward}):
         yield head
-    finally:
-        if had is None:
-            del decoder.forward
-        else:
-            decoder.forward = had

@@ -67,14 +67,14 @@ def asked(config: PruneConfig, target: Target) -> int:
         n, m = config.nm
         return rows * (cols // m * n + cols % m)
     if config.allocation == "uniform" and config.facts.scores_inputs:
-        return rows * keep_total(1, cols, config.removed)
-    return keep_total(rows, cols, config.removed)
+        return rows * keep_total(cols, config.removed)
+    return keep_total(rows * cols, config.removed)
 
 
 def _by_score(job: Job) -> list[MatrixRow]:
     """Magnitude, Wanda, F-Wanda: the top of each row, a block at a time."""
     config = job.config
-    stream = None if config.order == "onepass" else _stream(job)
+    stream = _stream(job) if config.runs_blocks else None
     zeros_before = _zeros(job.targets)
     flags: dict[str, Tensor] = {}
     for index, targets in _blocks(job):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import PruneConfig
-from .errors import UserError
+from .errors import UserError, one_line
 from .experts import CannotSplit, Slice, count_experts, split_experts
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -275,7 +275,7 @@ def _check_runs_on_text(model: nn.Module, needed: set[int]) -> None:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
         model(input_ids=ids, use_cache=False)
     except Exception as error:  # whatever a model raises that misses its images
-        line = " ".join(str(error).split())[:200] or type(error).__name__
+        line = one_line(error, 200)
         raise UserError(f"{type(model).__name__} cannot run on text alone, which pruning it needs ({line})") from error
     finally:
         for handle in handles:

@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 import fwanda_kernels as fk
 
+from .attributes import replaced
 from .config import PruneConfig
 from .devices import free_memory, model_device
-from .errors import UserError
+from .errors import UserError, one_line
 from .head import backward_of_summed_loss, find_decoder
 
 _BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
@@ -255,22 +256,12 @@ class Passes:
         window = torch.cuda.max_memory_allocated(self.device) - base
         return max(1, min(wanted, int(_SPARE * free_memory(self.device) / max(window, 1))))
 
-    @contextmanager
-    def _checkpointing(self, on: bool) -> Iterator[None]:
+    def _checkpointing(self, on: bool) -> AbstractContextManager[None]:
         """Run each block again in the backward pass instead of keeping its activations."""
         if not on or not self.backward:
-            yield
-            return
-        had = [block.__dict__.get("forward") for block in self.blocks]
-        for block in self.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        try:
-            yield
-        finally:
-            for block, forward in zip(self.blocks, had, strict=True):
-                block.__dict__.pop("forward", None)
-                if forward is not None:
-                    block.forward = forward
+            return nullcontext()
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        return replaced("forward", {block: partial(run, block.forward) for block in self.blocks})
 
 
 def _seen_all(collected: fk.collect_statistics, tokens: int) -> set[str]:
@@ -293,7 +284,7 @@ class _Compiled:
 
     def __init__(self, blocks: Sequence[nn.Module], observed: bool):
         self.blocks, self.observed = blocks, observed
-        self.calls: list | None = None
+        self.calls: dict[nn.Module, Callable] | None = None
 
     @contextmanager
     def on(self, wanted: bool) -> Iterator[None]:
@@ -301,21 +292,14 @@ class _Compiled:
             yield
             return
         call = torch.compile(_call, dynamic=False)
-        calls = self.calls or [partial(call, block, self.observed) for block in self.blocks]
-        had = [vars(block).get("_compiled_call_impl") for block in self.blocks]
+        calls = self.calls or {block: partial(call, block, self.observed) for block in self.blocks}
         try:
-            for block, call in zip(self.blocks, calls, strict=True):
-                block._compiled_call_impl = call
-            yield
+            with replaced("_compiled_call_impl", calls):
+                yield
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler raises; a pass that ran before has nothing left to raise
             if self.calls is not None:
                 raise
-            raise _CompileError(" ".join(str(error).split())[:300] or type(error).__name__) from error
-        finally:
-            for block, call in zip(self.blocks, had, strict=True):
-                vars(block).pop("_compiled_call_impl")
-                if call is not None:
-                    block._compiled_call_impl = call
+            raise _CompileError(one_line(error)) from error
         self.calls = calls

@@ -150,8 +150,9 @@ def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
 def _with_sources(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> PruneConfig:
     """The config with the text that is really used, so that the report tells the truth."""
     changes: dict = {}
-    if statistics is not None and not config.facts.updates_weights:
-        changes |= statistics.text
+    if statistics is not None:
+        config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
+        changes |= {} if config.runs_blocks else statistics.text
     for name, source in (("calibration", calibration), ("eval", eval)):
         if isinstance(source, Tensor):
             if source.dim() != 2:
@@ -160,10 +161,6 @@ def _with_sources(config: PruneConfig, calibration, eval, statistics: Statistics
             changes |= {name: _TOKENS, samples: source.shape[0], length: source.shape[1]}
         elif source is not None:
             changes[name] = source
-    if statistics is not None and config.order is None:
-        changes["order"] = "onepass"
-    if statistics is not None and config.fisher is None:
-        changes["fisher"] = statistics.fisher
     return replace(config, **changes).resolved()
 
 
@@ -226,8 +223,8 @@ class _Run:
             texts, self.bos = kept[0], kept[1]["bos"]
             self.tokens = texts.get("calibration")
             return texts.get("eval")
-        facts = self.config.facts
-        windows = self.read_text(calibration=facts.updates_weights or (facts.scores_inputs and self.given is None))
+        config = self.config
+        windows = self.read_text(calibration=config.runs_blocks or (config.reads_statistics and self.given is None))
         texts = {name: text for name, text in (("calibration", self.tokens), ("eval", windows)) if text is not None}
         self.state.keep("text", texts, {"bos": self.bos})
         return windows
@@ -303,13 +300,11 @@ class _Run:
         config = self.config
         if self.given is not None:
             if self.tokens is not None and data.tokens_sha256(self.tokens) != self.given.tokens_sha256:
-                warnings.warn("the statistics were measured on another text than the Hessians", stacklevel=2)
+                warnings.warn("the statistics were measured on another text than --calibration", stacklevel=2)
             return self.given.to(self.device)
-        if config.needs_fisher:
-            return self._calibrated(config.fisher)
-        if config.facts.scores_inputs and config.order == "onepass":
-            return self._calibrated(None)
-        return None
+        if not config.reads_statistics:
+            return None
+        return self._calibrated(config.fisher if config.needs_fisher else None)
 
     def _calibrated(self, fisher: str | None) -> Statistics:
         if (kept := self.state.recall("statistics")) is not None:

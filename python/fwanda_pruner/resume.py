@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from .errors import UserError
+from .errors import UserError, one_line
 from .save import atomic_file, user_errors
 
-_FACTS = "fwanda"  # the entry of a file's metadata
+_FACTS, _SHA256 = "fwanda", "sha256"  # the entries of a file's metadata
 _RUN = "run"  # the stage that says which run it is
 
 
@@ -102,13 +104,15 @@ class RunState:
 
         try:
             with safe_open(path, framework="pt") as file:
-                facts = json.loads((file.metadata() or {})[_FACTS])
+                text, sha256 = ((file.metadata() or {})[key] for key in (_FACTS, _SHA256))
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
+            if sha256 != _hash(tensors, text):
+                raise ValueError("it is not as it was written")
+            facts = json.loads(text)
             self.notes += [note for note in facts["notes"] if note not in self.notes]
             return tensors, facts["facts"]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            line = " ".join(str(error).split())
-            raise UserError(f"{path} is broken ({line}); leave --resume out to start afresh") from error
+            raise UserError(f"{path} is broken ({one_line(error)}); leave --resume out to start afresh") from error
 
     def keep(self, stage: str, tensors: Mapping[str, Tensor], facts: object = None) -> None:
         """Keep a stage: its tensors, and facts that JSON can hold.
@@ -121,8 +125,9 @@ class RunState:
         from safetensors.torch import save_file
 
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        text = json.dumps({"facts": facts, "notes": self.notes})
         with atomic_file(self._path(stage)) as temporary:
-            save_file(whole, temporary, metadata={_FACTS: json.dumps({"facts": facts, "notes": self.notes})})
+            save_file(whole, temporary, metadata={_FACTS: text, _SHA256: _hash(whole, text)})
 
     def forget(self, stage: str) -> None:
         """Remove a stage that a later one replaces."""
@@ -138,6 +143,16 @@ class RunState:
 
     def _path(self, stage: str) -> Path:
         return self.folder / f"{stage}.safetensors"
+
+
+def _hash(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """sha256 of a stage: names, dtypes, shapes and bytes of the tensors, and the facts."""
+    digest = hashlib.sha256(facts.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _short(value) -> str:

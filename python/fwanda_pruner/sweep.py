@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
+from .budgets import keep_total
 from .calibrate import Statistics
 from .config import PruneConfig
-from .errors import UserError
+from .errors import UserError, one_line
 from .model import Target, find_targets
 from .pipeline import collect, evaluate_model, prune
 from .report import Report
@@ -71,7 +72,7 @@ class Recipe:
             values = yaml.safe_load(path.read_text())
         except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
             known = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
-            line = " ".join(str(error).split())[:200]
+            line = one_line(error, 200)
             raise UserError(f"cannot read the recipe {name}: {line}; recipes that come along: {known}") from error
         if not isinstance(values, dict) or not set(values) <= set(_KEYS):
             raise UserError(f"{path} must be a mapping with the keys {', '.join(_KEYS)}")
@@ -262,7 +263,7 @@ def _disagreement(
     for target in targets:
         weight, norm = dense[target.name].to(target.weight.device), statistics.layer(target.name).norm
         cols = weight.shape[1]
-        mask = fk.row_topk_mask(weight, norm, cols - config.removed * cols // 1)
+        mask = fk.row_topk_mask(weight, norm, keep_total(cols, config.removed))
         shares[target.name] = float((mask != (target.weight != 0)).float().mean())
     return shares
 

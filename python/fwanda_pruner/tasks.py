@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .errors import UserError
+from .errors import UserError, one_line
 from .evaluate import evaluating
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
@@ -118,7 +118,7 @@ def _load(names: list[str], shots: int | None = None) -> dict:
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"lm-eval cannot load {', '.join(names)}: {_one_line(error)}") from error
+        raise UserError(f"lm-eval cannot load {', '.join(names)}: {one_line(error)}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
             raise UserError(f"{name} runs code that the model writes; run it by lm-eval itself")
@@ -214,14 +214,10 @@ def _data_sets(folder: str | Path | None) -> Iterator[None]:
             return load(path, name, **options)
         except Exception as error:  # any network, hub, cache or format error of `datasets` and what it is built on
             hint = "; --eval-data reads it from a folder" if folder is None else ""
-            raise UserError(f"cannot load the data set {path}: {_one_line(error)}{hint}") from error
+            raise UserError(f"cannot load the data set {path}: {one_line(error)}{hint}") from error
 
     datasets.load_dataset = load_dataset
     try:
         yield
     finally:
         datasets.load_dataset = load
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

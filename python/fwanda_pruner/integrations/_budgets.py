@@ -33,11 +33,6 @@ def exact_fraction(name: str, value: float | str | Fraction) -> Fraction:
     return fraction
 
 
-def kept(count: int, removed: Fraction) -> int:
-    """What is left of `count` weights: count - floor(removed * count)."""
-    return count - removed * count // 1
-
-
 def check_finite(name: str, tensor: Tensor) -> None:
     """Refuse NaN and inf.
 

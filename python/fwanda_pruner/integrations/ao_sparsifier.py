@@ -29,9 +29,10 @@ from torch import nn
 
 import fwanda_kernels as fk
 
+from ..budgets import keep_total
 from ..errors import UserError
 from . import check_linear, check_version
-from ._budgets import check_gradient, checked_mask, exact_fraction, kept, measured_norm, row_budgets
+from ._budgets import check_gradient, checked_mask, exact_fraction, measured_norm, row_budgets
 
 try:
     from torch.ao.pruning import BaseSparsifier
@@ -142,11 +143,11 @@ class WandaSparsifier(BaseSparsifier):
         rows, cols = weight.shape
         block = group["semi_structured_block_size"]
         if block is not None:
-            mask.copy_(checked_mask(fk.nm_mask, name, weight, scale, kept(block, level), block))
+            mask.copy_(checked_mask(fk.nm_mask, name, weight, scale, keep_total(block, level), block))
             return
-        keep = kept(cols, level)
+        keep = keep_total(cols, level)
         if group["allocation"] == "row":
-            total = kept(rows * cols, level)
+            total = keep_total(rows * cols, level)
             keep = row_budgets(name, layer, total, k_max=cols, power=group["power"])
         mask.copy_(checked_mask(fk.row_topk_mask, name, weight, scale, keep))
 

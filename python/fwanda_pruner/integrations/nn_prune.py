@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 
 import fwanda_kernels as fk
 
-from ..budgets import global_budgets
+from ..budgets import global_budgets, keep_total
 from ..config import PruneConfig
 from ..errors import UserError
 from . import check_linear, check_version
@@ -29,7 +29,6 @@ from ._budgets import (
     checked_mask,
     exact_fraction,
     gradients_seen,
-    kept,
     measured_norm,
     refuse_bad,
     row_budgets,
@@ -92,10 +91,10 @@ def wanda_unstructured(
     _check(module, name, statistics)
     scale, among = measured_norm(_title(module), statistics), _unpruned(module)
     if among is None:
-        keep = kept(module.in_features, removed)
+        keep = keep_total(module.in_features, removed)
     else:
         counts, row = among.sum(1).unique(return_inverse=True)
-        keep = torch.tensor([kept(n, removed) for n in counts.tolist()], device=scale.device)[row]
+        keep = torch.tensor([keep_total(n, removed) for n in counts.tolist()], device=scale.device)[row]
     _prune([module], [scale], [keep], [among])
     return module
 
@@ -125,7 +124,7 @@ def fwanda_unstructured(
         if least < most:
             raise UserError(f"{title} has {least} to {most} unpruned weights in a row; F-Wanda needs equal rows")
     scale = measured_norm(title, statistics)
-    keep = row_budgets(title, statistics, kept(rows * least, removed), k_max=least, power=power)
+    keep = row_budgets(title, statistics, keep_total(rows * least, removed), k_max=least, power=power)
     _prune([module], [scale], [keep], [among])
     return module
 
@@ -165,7 +164,7 @@ def global_fwanda_unstructured(
     amongs = [_unpruned(module) for module in modules]
     sizes = [module.weight.numel() for module in modules]
     left = [_left(module, among) for module, among in zip(modules, amongs, strict=True)]
-    total = kept(int(torch.cat(left).sum()), removed)
+    total = keep_total(int(torch.cat(left).sum()), removed)
     config = PruneConfig(
         method="fwanda",
         allocation="global",

@@ -1,0 +1,544 @@
+"""Faults that users of pruning tools reported, by symptom; docs/reliability.md lists them with all their tests."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import families
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_prune import EVERY
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fwanda_kernels as fk
+import fwanda_pruner
+from fwanda_pruner import UserError, cli, data, stream
+from fwanda_pruner.load import load_model
+from fwanda_pruner.model import find_targets
+from fwanda_pruner.resume import RunState
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS = tiny.tokens(5, 24)
+
+
+def prune(model, **settings):
+    return fwanda_pruner.prune(model, **{"calibration": TOKENS, "progress": False, **settings})
+
+
+def zeros(model) -> dict[str, torch.Tensor]:
+    return {target.name: target.weight == 0 for target in find_targets(model)[0]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny saved model with its tokenizer, and a text."""
+    path = tmp_path_factory.mktemp("reliability")
+    tiny.llama().save_pretrained(path / "model")
+    tiny.tokenizer().save_pretrained(path / "model")
+    (path / "text.txt").write_text(tiny.text(800))
+    return path
+
+
+def command(folder, output, *extra, nsamples=16) -> list[str]:
+    return [
+        "prune", str(folder / "model"), "--calibration", str(folder / "text.txt"), "--nsamples", str(nsamples),
+        "--seqlen", "24", "--output", str(output), *extra,
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """For a process of its own, which finds the packages as this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def assert_one_error(capsys, expected: str) -> None:
+    error = capsys.readouterr().err
+    assert [expected in line for line in error.splitlines() if line.startswith("fwanda: error: ")] == [True], error
+    assert "Traceback" not in error
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of the tensors alive at each operation inside the block, at most; those of `given` tensors not counted."""
+
+    def __init__(self, *given: torch.Tensor):
+        super().__init__()
+        self._given = {t.untyped_storage()._cdata for t in given}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._given:
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return out
+
+
+# Attention
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_an_attention_mask_that_is_none_or_no_tensor_gives_the_same_masks(attention, method):
+    """SDPA gets None, FlexAttention a BlockMask, eager attention a tensor; position embeddings come with all."""
+    model, eager = (tiny.llama(attn_implementation=name) for name in (attention, "eager"))
+    kinds = []
+    for one in (model, eager):
+        arguments = stream.BlockStream(one, TOKENS)._arguments[1][0][1]
+        kinds.append(type(arguments["attention_mask"]).__name__)
+        assert len(arguments["position_embeddings"]) == 2
+        prune(one, method=method, order="sequential")
+    assert kinds == [{"sdpa": "NoneType", "flex_attention": "BlockMask"}[attention], "Tensor"]
+    for (name, found), expected in zip(zeros(model).items(), zeros(eager).values(), strict=True):
+        assert float((found != expected).float().mean()) < 0.01, name
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("settings", families.RUNS, ids=families.run_name)
+def test_grouped_query_attention_breaks_no_shape(settings, kv_heads):
+    model = tiny.llama(num_key_value_heads=kv_heads)
+    report = prune(model, sparsity=0.5, **settings)
+    assert len(families.check_counts(model, report)) == 14
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (8 * kv_heads, 32)
+
+
+# Text
+
+
+@pytest.mark.parametrize("source", ["text.txt", "text.jsonl", "text.parquet", "sample"])
+def test_no_network_is_needed_for_local_text_and_the_sample(source, folder, tmp_path, monkeypatch):
+    text = tiny.text(800)
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    if source.endswith("parquet"):
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"text": [text]}), tmp_path / source)
+
+    def refuse(*_):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    text = source if source == "sample" else str(tmp_path / source)
+    sources = ("--calibration", text, "--eval", text, "--eval-windows", "4")
+    assert cli.main(command(folder, tmp_path / "out", *sources)) == 0
+
+
+def test_documents_all_shorter_than_seqlen_end_at_once():
+    """They are put one after the other; a hang would be the symptom."""
+    tokenizer, draw = tiny.tokenizer(), {"nsamples": 4, "seed": 0, "bos": False}
+    data_file = [tiny.text(5, seed=i) for i in range(40)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "load_documents", lambda *_args, **_options: data_file)
+        assert data.calibration_tokens("text.txt", tokenizer, seqlen=50, **draw).shape == (4, 50)
+        with pytest.raises(UserError, match="has 200 tokens, one sequence needs 201"):
+            data.calibration_tokens("text.txt", tokenizer, seqlen=201, **draw)
+        with pytest.raises(UserError, match="none of 40 documents is longer than 50 tokens"):
+            data.calibration_tokens("c4", tokenizer, seqlen=50, **draw)
+
+
+@pytest.mark.parametrize("method", ["wanda", "fwanda", "sparsegpt"])
+def test_untruncated_text_never_reaches_the_model(method, tmp_path):
+    (tmp_path / "text.txt").write_text(tiny.text(20_000))
+    model, lengths = tiny.llama(), set()
+    model.get_input_embeddings().register_forward_pre_hook(lambda _m, args: lengths.add(args[0].shape[-1]))
+    text = str(tmp_path / "text.txt")
+    with PeakMemory(*model.parameters(), *model.buffers()) as memory:
+        report = fwanda_pruner.prune(
+            model, tiny.tokenizer(), method=method, calibration=text, eval=text, nsamples=16, seqlen=24, bos="none",
+            eval_windows=4, progress=False,
+        )  # fmt: skip
+    assert lengths == {24} and report.perplexity["seqlen"] == 24
+    assert memory.peak < 20_000 * 64  # bytes; the ids take 160,000 and the logits of the whole text 5,120,000
+
+
+def test_a_seqlen_beyond_the_text_is_refused_before_anything_is_allocated(folder, tmp_path, capsys):
+    assert cli.main(command(folder, tmp_path / "out", "--seqlen", "1000000")) == 2
+    assert_one_error(capsys, "has 800 tokens, one sequence needs 1000000: give more text or a smaller seqlen")
+
+
+# Memory
+
+
+def peak_of(nsamples: int, **settings) -> int:
+    model, tokens = tiny.llama(), tiny.tokens(nsamples, 24)
+    with PeakMemory(tokens, *model.parameters(), *model.buffers()) as memory:
+        report = prune(model, calibration=tokens, **settings)
+    assert report.peak_memory_bytes > 0
+    return memory.peak
+
+
+@pytest.mark.parametrize("method", ["wanda", "fwanda"])
+def test_peak_memory_does_not_grow_with_nsamples(method):
+    few, many = (peak_of(n, method=method, order="onepass") for n in (8, 64))
+    assert many <= few
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_activations_of_all_windows_are_never_concatenated(method):
+    """Block by block the memory grows by the hidden states alone; these may also lie on the disk."""
+    few, many = (peak_of(n, method=method, order="sequential") for n in (8, 64))
+    assert many - few <= (64 - 8) * 24 * 32 * 4
+
+
+@pytest.mark.parametrize("method, order", [("wanda", "sequential"), ("sparsegpt", "onepass")])
+def test_out_of_memory_block_by_block_is_one_line_and_resume_goes_on(
+    method, order, folder, tmp_path, capsys, monkeypatch
+):
+    """Where nothing shrinks by itself: the second block fails, the first is kept."""
+    plain = stream.BlockStream._run_batch
+
+    def fail(self, index, hidden):
+        if index == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has ...")
+        return plain(self, index, hidden)
+
+    argv = command(folder, tmp_path / "out", "--method", method, "--order", order)
+    monkeypatch.setattr(stream.BlockStream, "_run_batch", fail)
+    assert cli.main(argv) == 2
+    assert_one_error(capsys, "use a smaller --micro-batch or --seqlen, or --device cpu")
+    assert (tmp_path / ".out.resume" / "block-00000.safetensors").is_file() and not (tmp_path / "out").exists()
+    monkeypatch.setattr(stream.BlockStream, "_run_batch", plain)
+    assert cli.main([*argv, "--resume"]) == 0
+
+
+# Numbers
+
+
+def test_a_broken_checkpoint_is_seen_by_its_dense_perplexity():
+    """These weights are random: nothing was learnt."""
+    with pytest.warns(UserWarning, match="the dense model has perplexity"):
+        report = prune(tiny.llama(), method="wanda", eval=tiny.tokens(3, 16))
+    assert any("the dense model has perplexity" in line for line in report.warnings)
+    assert report.perplexity["dense"] > tiny.VOCABULARY / 10
+
+
+def test_a_dense_perplexity_that_is_not_finite_is_refused_before_anything_is_pruned():
+    model = tiny.llama(tie_word_embeddings=False)
+    model.lm_head.weight.data.mul_(1e37)
+    dense = [p.clone() for p in model.parameters()]
+    with pytest.raises(UserError, match="perplexity (inf|nan): its weights or its dtype are broken"):
+        prune(model, method="wanda", eval=tiny.tokens(3, 16))
+    assert all(torch.equal(a, b) for a, b in zip(dense, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("method, order", [("wanda", "sequential"), ("sparsegpt", "sequential"), ("fwanda", "onepass")])
+def test_activations_that_overflow_name_the_tensor(method, order):
+    model = tiny.llama()
+    model.model.layers[1].mlp.up_proj.weight.data *= 1e37
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj.*NaN or inf") as error:
+        prune(model, method=method, order=order)
+    assert "\n" not in str(error.value)
+
+
+def failing_factor(monkeypatch, below: float) -> list[float]:
+    """Factors of Hessians with 48 columns fail where the damping is smaller; returns the dampings that were tried."""
+    plain, tried = fk.obs_factor, []
+
+    def factor(hessian, damping):
+        found, info = plain(hessian, damping)
+        if len(hessian) == 48:
+            tried.append(damping)
+            info = torch.ones_like(info) if damping < below else info
+        return found, info
+
+    monkeypatch.setattr(fk, "obs_factor", factor)
+    return tried
+
+
+def test_a_hessian_that_is_not_positive_definite_is_damped_named_and_recorded(monkeypatch):
+    tried = failing_factor(monkeypatch, below=0.5)
+    expected = "the Hessian of model.layers.0.mlp.down_proj needed a damping of 1, not 0.01"
+    model = tiny.llama()
+    with pytest.warns(UserWarning, match=expected):
+        report = prune(model, method="sparsegpt")
+    assert expected in report.warnings and tried == 2 * [0.01, 0.1, 1.0]
+    families.check_counts(model, report)
+
+
+def test_a_hessian_that_no_damping_makes_positive_definite_is_refused_by_name(monkeypatch):
+    failing_factor(monkeypatch, below=1e9)
+    with pytest.raises(UserError, match=r"the Hessian of model\.layers\.0\.mlp\.down_proj has no factor"):
+        prune(tiny.llama(), method="sparsegpt")
+
+
+# What is pruned, and how much
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "fwanda", "sparsegpt"])
+def test_lm_head_and_embedding_are_never_pruned(method, tied):
+    model = tiny.llama(tie_word_embeddings=tied)
+    before = [model.lm_head.weight.detach().clone(), model.model.embed_tokens.weight.detach().clone()]
+    report = prune(model, method=method)
+    assert torch.equal(before[0], model.lm_head.weight) and torch.equal(before[1], model.model.embed_tokens.weight)
+    assert not [row.name for row in report.matrices if "lm_head" in row.name or "embed" in row.name]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_asking_for_lm_head_or_the_embedding_is_an_error(name, tied):
+    with pytest.raises(UserError, match=f"--include '{name}' matches none of 14 matrices"):
+        prune(tiny.llama(tie_word_embeddings=tied), method="wanda", include=[name])
+
+
+@pytest.mark.parametrize(
+    "sparsity, pattern", [("0.75", "2:4"), ("0.5", "1:4"), ("0.25", "2:4"), ("0.51", "4:8"), ("0", "2:4")]
+)
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_a_sparsity_that_contradicts_the_pattern_is_refused(method, sparsity, pattern):
+    with pytest.raises(UserError, match=f"contradicts --pattern {pattern}"):
+        prune(tiny.llama(), method=method, sparsity=sparsity, pattern=pattern)
+
+
+TIES = {
+    "constant weights": lambda weight: weight.fill_(0.02),
+    "two values": lambda weight: weight.sign_().mul_(0.02),
+    "mostly zero": lambda weight: weight.mul_(weight.abs() > weight.abs().quantile(0.7)),
+}
+
+
+@pytest.mark.parametrize("kind", TIES)
+@pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
+def test_constant_weights_and_ties_meet_the_exact_count(method, allocation, order, kind):
+    model = tiny.llama()
+    for target in find_targets(model)[0]:
+        TIES[kind](target.weight)
+    report = prune(model, method=method, allocation=allocation, order=order, sparsity="0.6")
+    for row, found in zip(report.matrices, zeros(model).values(), strict=True):
+        assert row.kept == row.asked and int(found.sum()) == row.numel - row.kept + row.kept_zero
+    size = sum(row.numel for row in report.matrices)
+    if allocation == "global":
+        assert sum(row.kept for row in report.matrices) == size - size * 6 // 10
+
+
+# Statistics
+
+
+def test_padded_and_unpadded_batches_give_equal_statistics():
+    """Windows of several lengths at once, padded on the right, against each of them alone."""
+    model, lengths = tiny.llama().requires_grad_(False), (24, 17, 5)
+    modules = {target.name: target.module for target in find_targets(model)[0]}
+    mask = torch.arange(24) < torch.tensor(lengths)[:, None]
+    ids = TOKENS[:3] * mask
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _m, _i, out: out.requires_grad_(True))
+
+    def run(ids, mask) -> None:
+        logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        (losses * mask[:, 1:]).sum().backward()
+
+    with fk.collect_statistics(modules) as padded:
+        padded.token_mask = mask
+        run(ids, mask)
+    with fk.collect_statistics(modules) as alone:
+        for row, length in zip(ids, lengths, strict=True):
+            run(row[None, :length], torch.ones(1, length, dtype=torch.bool))
+    with fk.collect_statistics(modules) as counted:
+        run(ids, mask)
+    for name, layer in alone.items():
+        assert padded[name].n_tokens == layer.n_tokens == sum(lengths) < counted[name].n_tokens
+        torch.testing.assert_close(padded[name].x2, layer.x2, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(padded[name].g2, layer.g2, rtol=1e-3, atol=1e-6)
+        assert not torch.allclose(counted[name].x2, layer.x2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "fwanda", "sparsegpt"])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_logits_before_save_equal_logits_after_load(family, method, tmp_path):
+    model = families.build(family)
+    fwanda_pruner.save_pruned(model, None, families.prune(model, method=method), tmp_path / "out")
+    loaded = load_model(str(tmp_path / "out"), device="cpu").model
+    found, expected = loaded(families.TEXT).logits, model(families.TEXT).logits
+    assert torch.equal(found, expected) and found.isfinite().all()
+
+
+# Processes, disks and folders
+
+
+def test_a_real_ctrl_c_is_one_line_with_a_hint_and_resume_finishes(folder, tmp_path):
+    argv = [sys.executable, "-m", "fwanda_pruner", *command(folder, tmp_path / "out", nsamples=200)]
+    run = subprocess.Popen(argv, env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / ".out.resume" / "text.safetensors").exists() and run.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    error = run.communicate(timeout=120)[1]
+    assert run.returncode == 130 and "Traceback" not in error, error
+    assert error.splitlines()[-1] == "fwanda: interrupted; the same command with --resume goes on"
+    assert not (tmp_path / "out").exists()
+    done = subprocess.run([*argv, "--resume"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def changed_state(path: Path, change: str) -> None:
+    """Replace a stage by another valid file."""
+    with safe_open(path, framework="pt") as file:
+        facts, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}
+    name = min(tensors)
+    if change == "value":
+        tensors[name].view(-1)[0] += 1
+    elif change == "shape":
+        tensors[name] = tensors[name][1:].clone()
+    elif change == "dtype":
+        tensors[name] = tensors[name].half()
+    elif change == "missing":
+        del tensors[name]
+    else:
+        facts["fwanda"] = json.dumps({"facts": {}, "notes": []})
+    save_file(tensors, path, metadata=facts)
+
+
+@pytest.mark.parametrize("change", ["value", "shape", "dtype", "missing", "facts"])
+@pytest.mark.parametrize("stage", ["text", "statistics", "budgets"])
+def test_a_changed_stage_is_never_taken_by_resume(stage, change, folder, tmp_path, capsys, monkeypatch):
+    keep, argv = RunState.keep, command(folder, tmp_path / "out", "--method", "fwanda")
+
+    def interrupted(self, name, *args):
+        keep(self, name, *args)
+        if name == stage:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunState, "keep", interrupted)
+    assert cli.main(argv) == 130
+    monkeypatch.setattr(RunState, "keep", keep)
+    changed_state(tmp_path / ".out.resume" / f"{stage}.safetensors", change)
+    capsys.readouterr()
+    assert cli.main([*argv, "--resume"]) == 2
+    assert_one_error(capsys, f"{stage}.safetensors is broken (it is not as it was written)")
+
+
+def can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(trial, capture_output=True).returncode == 0
+
+
+FULL_DISKS = {  # KiB of the disk, windows of text: the weights take 71 KiB, the tokens of 400 windows 76
+    "before the run": (8, 16),
+    "keeping the statistics": (80, 400),
+    "before saving": (80, 16),
+    "saving": (104, 16),
+}
+
+
+@pytest.mark.parametrize("when", FULL_DISKS)
+def test_a_really_full_disk_is_one_line_and_with_room_resume_finishes(when, folder, tmp_path):
+    if not can_mount():
+        pytest.skip("a user may not mount a file system here")
+    kib, nsamples = FULL_DISKS[when]
+    (disk := tmp_path / "disk").mkdir()
+    argv = command(folder, disk / "out", "--method", "wanda", nsamples=nsamples)
+    script = f"""
+        mount -t tmpfs -o size={kib}k none {disk} || exit 1
+        "$@"; echo "code $?"; ls -A {disk}; echo "left"
+        mount -o remount,size=4m {disk} || exit 1
+        "$@" --resume; echo "code $?"; ls -A {disk}
+    """
+    shell = ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, "-m", "fwanda_pruner", *argv]
+    done = subprocess.run(shell, env=environment(), capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("fwanda: error: ")]
+    assert len(errors) == 1 and "make room" in errors[0], done.stderr
+    full, room = done.stdout.split("left\n")
+    assert full.split("code 2\n")[1].split() == [".out.resume"] * (when != "before the run")
+    assert room.split("code 0\n")[1].split() == ["out"]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="no folder here that even root may not write to")
+def test_a_read_only_folder_is_one_line(folder, capsys):
+    assert cli.main(command(folder, "/sys/kernel/out")) == 2
+    assert_one_error(capsys, "not writable")
+
+
+@pytest.mark.parametrize("vanishes", ["text", "model", "output"])
+def test_a_file_that_vanishes_during_the_run_is_one_line(vanishes, folder, tmp_path, capsys, monkeypatch):
+    shutil.copytree(folder, tmp_path / "in")
+    (tmp_path / "parent").mkdir()
+    gone = {
+        "text": tmp_path / "in" / "text.txt",
+        "model": tmp_path / "in" / "model" / "model.safetensors",
+        "output": tmp_path / "parent",
+    }[vanishes]
+    load = cli._load
+
+    def late(*args):
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        return load(*args)
+
+    monkeypatch.setattr(cli, "_load", late)
+    assert cli.main(command(tmp_path / "in", tmp_path / "parent" / "out")) == 2
+    assert_one_error(capsys, {"output": "is gone", "text": "text.txt"}.get(vanishes, "model"))
+    assert not (tmp_path / "parent" / "out").exists()
+
+
+# What is not installed
+
+
+def run_without(absent: list[str], code: str) -> str:
+    block = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", block + code], env=environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+def test_kernels_run_without_numpy_triton_and_transformers():
+    code = """
+import torch, fwanda_kernels as fk
+layer, x = torch.nn.Linear(8, 4), torch.randn(6, 8)
+with fk.collect_statistics({"a": layer}) as statistics:
+    layer(x).square().sum().backward()
+keep = fk.allocate_row_budgets(statistics["a"].omega.sqrt(), 16, k_max=8)
+fk.row_topk_prune_(layer.weight.data, statistics["a"].norm, keep)
+fk.obs_prune_(layer.weight.data, x.T @ x, sparsity=0.75)
+print(int((layer.weight == 0).sum()), fk.nm_mask(torch.randn(4, 8), torch.ones(8), 2, 4).sum().item())
+"""
+    assert run_without(["numpy", "triton", "transformers"], code) == "24 16"
+
+
+def test_the_pruner_runs_without_triton():
+    code = f"""
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import tiny, fwanda_pruner
+print(fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(5, 24), progress=False).sparsity["matrices"])
+"""
+    assert run_without(["triton"], code) == "0.5"
+
+
+# The table
+
+
+def test_every_test_that_the_table_names_exists():
+    known = set()
+    for file in (ROOT / "tests").glob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                known.add(f"{file.name}::{node.name}")
+    rows = [line for line in (ROOT / "docs" / "reliability.md").read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert all(len(row) == 4 for row in cells)
+    numbered = [int(row[0].split(" ")[0]) for row in cells if row[0].split(" ")[0].isdigit()]
+    assert numbered == list(range(1, 29))
+    for fault, trials, _, tests in cells[2:]:
+        names = re.findall(r"`(test_\w+\.py::test_\w+)`", tests)
+        assert names or trials == "0", f"no test of: {fault}"
+        assert set(names) <= known, f"{fault}: no {sorted(set(names) - known)}"
