@@ -33,11 +33,11 @@ class Method:
 METHODS = {
     "magnitude": Method(("layer",), "onepass"),
     "wanda": Method(("uniform",), "onepass", scores_inputs=True),
-    "fwanda": Method(("row", "uniform", "global"), "onepass", scores_inputs=True),
+    "fwanda": Method(("row", "uniform", "global", "auto"), "onepass", scores_inputs=True),
     "sparsegpt": Method(("uniform",), "sequential", updates_weights=True),
-    "fsparsegpt": Method(("uniform", "row", "global"), "sequential", updates_weights=True, weighs_rows=True),
+    "fsparsegpt": Method(("uniform", "row", "global", "auto"), "sequential", updates_weights=True, weighs_rows=True),
 }
-FISHER_ALLOCATIONS = ("row", "global")
+FISHER_ALLOCATIONS = ("row", "global", "auto")
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 TEXT_NUMBERS = ("nsamples", "seqlen", "seed")
@@ -69,8 +69,9 @@ class PruneConfig:
     method: str = _setting("fwanda", "pruning method", tuple(METHODS))
     allocation: str | None = _setting(
         None,
-        "how the keep budget is divided (default: fwanda row, magnitude layer, others uniform)",
-        ("layer", "uniform", "row", "global"),
+        "how the keep budget is divided; auto: what does best on held-out calibration text (default: fwanda row, "
+        "magnitude layer, others uniform)",
+        ("layer", "uniform", "row", "global", "auto"),
     )
     sparsity: str | None = _setting(
         None, "fraction of the weights removed, an exact decimal in [0, 1) (default 0.5, or what the pattern implies)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -57,28 +57,28 @@ def backward_of_summed_loss(
     output = decoder(input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state
     gradient = torch.zeros_like(hidden)
-    states, labels = hidden.detach()[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
     with _head_of(model, decoder, type(output)) as head:
-        slices = [
-            _loss_gradient(head, state, label, generator)
-            for state, label in zip(states.split(size), labels.split(size), strict=True)
-        ]
+        slices = [_loss_gradient(head, *part, generator) for part in _slices(model, hidden.detach(), ids)]
     gradient[:, :-1] = torch.cat(slices).view_as(gradient[:, :-1])
     hidden.backward(gradient)
 
 
 @torch.no_grad()
 def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor) -> float:
-    """SUM of the next-token losses of ids [B, L], in fp32, a slice of the positions at a time."""
+    """SUM of the next-token losses of ids [B, L], in fp32; the head runs on slices as above."""
     output = decoder(input_ids=ids, use_cache=False)
-    states, labels = output.last_hidden_state[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
     total = torch.zeros((), dtype=torch.float64, device=ids.device)
     with _head_of(model, decoder, type(output)) as head:
-        for state, label in zip(states.split(size), labels.split(size), strict=True):
-            total += nn.functional.cross_entropy(head(state[None])[0].float(), label, reduction="sum")
+        for states, labels in _slices(model, output.last_hidden_state, ids):
+            total += nn.functional.cross_entropy(head(states[None])[0].float(), labels, reduction="sum")
     return float(total)
+
+
+def _slices(model: nn.Module, hidden: Tensor, ids: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Pieces of the positions that have a label: states [n, H] and labels [n]."""
+    size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
+    states, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    return zip(states.split(size), labels.split(size), strict=True)
 
 
 def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:

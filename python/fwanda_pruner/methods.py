@@ -61,7 +61,7 @@ def prune_targets(job: Job) -> list[MatrixRow]:
 
 
 def asked(config: PruneConfig, target: Target) -> int:
-    """Weights that a budget fixed per matrix keeps: every allocation but "global"."""
+    """Weights that a budget fixed per matrix keeps: every allocation but "global" and "auto"."""
     rows, cols = target.weight.shape
     if config.nm:
         n, m = config.nm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import warnings
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from . import data, evaluate
+from . import choose, data, evaluate
 from .budgets import count_floored_rows, keep_budgets
 from .calibrate import Statistics, calibrate, fingerprint
 from .config import PASS_SETTINGS, TEXT_NUMBERS, PruneConfig
@@ -179,6 +180,7 @@ class _Run:
         self.state.notes = stages.notes
         self.device = stages.device = model_device(model)
         self.tokens: Tensor | None = None
+        self.chosen: dict | None = None
         self.bos: bool | None = {"none": False, "window": True}.get(self.config.bos)
         self.targets, self.skipped = plan(model, self.config)
 
@@ -199,15 +201,16 @@ class _Run:
         with EnergyMeter(self.device, idle=idle_power(self.device)) as energy, self._split_experts():
             self.stages.meter = energy
             statistics, budgets = self._statistics(), None
+            config = self._settled(statistics)
             if config.needs_budgets:
                 with self.stages.timed("budgets"):
-                    budgets = self._budgets(statistics)
+                    budgets = self._budgets(config, statistics)
             with self.stages.timed("prune"):
                 job = Job(config, self.model, self.targets, self.tokens, statistics, budgets, self.progress, self.state)
                 rows = prune_targets(job)
         self.stages.meter = None
         pruned = self.perplexity(windows, "pruned")
-        return self._report(rows, statistics, windows, dense, pruned, energy)
+        return self._report(config, rows, statistics, windows, dense, pruned, energy)
 
     def _identity(self) -> dict:
         """What a run and the one that goes on with it must have in common."""
@@ -238,10 +241,43 @@ class _Run:
         self.state.keep("dense", {}, {"perplexity": dense})
         return dense
 
-    def _budgets(self, statistics: Statistics | None) -> dict[str, Tensor]:
+    def _settled(self, statistics: Statistics | None) -> PruneConfig:
+        """The config with the allocation that "auto" finds best; the losses that decide go into the report."""
+        if self.config.allocation != "auto" or self.config.nm:
+            return self.config
+        found = choose.candidates(self.config)
+        if (kept := self.state.recall("chosen")) is not None:
+            self.chosen = kept[1]
+        else:
+            with self.stages.timed("choose"):
+                losses = choose.try_masks(
+                    self.model, self._held_out(), self.targets, statistics, found, progress=self.progress
+                )
+            self.chosen = {"name": choose.best(losses), "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
+            self.state.keep("chosen", {}, self.chosen)
+        return found[self.chosen["name"]]
+
+    def _held_out(self) -> Tensor:
+        """Windows of the calibration text that the statistics do not know, or else the last ones that they know."""
+        config, tokens = self.config, None
+        if not isinstance(self.calibration, Tensor):
+            settings = {name: getattr(config, name) for name in TEXT_NUMBERS}
+            tokens = data.held_out_tokens(
+                self.calibration, self.tokenizer, **settings, bos=bool(self.bos), windows=choose.HELD_OUT
+            )
+        if tokens is None:
+            warnings.warn(
+                "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
+            )
+            if self.tokens is None:
+                self.read_text(calibration=True)
+            tokens = self.tokens[-choose.HELD_OUT :]
+        return tokens
+
+    def _budgets(self, config: PruneConfig, statistics: Statistics | None) -> dict[str, Tensor]:
         if (kept := self.state.recall("budgets")) is not None:
             return {name: budget.to(self.device) for name, budget in kept[0].items()}
-        budgets = keep_budgets(self.config, self.targets, statistics)
+        budgets = keep_budgets(config, self.targets, statistics)
         self.state.keep("budgets", budgets)
         return budgets
 
@@ -333,8 +369,8 @@ class _Run:
         with self.stages.timed(f"eval_{label}"):
             return evaluate.perplexity(self.model, windows, progress=self.progress, label=f"{label} perplexity")
 
-    def _report(self, rows, statistics, windows, dense, pruned, energy) -> Report:
-        config, parameters = self.config, list(self.model.parameters())
+    def _report(self, config: PruneConfig, rows, statistics, windows, dense, pruned, energy) -> Report:
+        parameters = list(self.model.parameters())
         perplexity = None
         if windows is not None:
             perplexity = {"dense": dense, "pruned": pruned, **protocol(windows, self.bos, self.tokenizer)}
@@ -345,7 +381,8 @@ class _Run:
         return Report(
             config={
                 "model": self.model.config.name_or_path,
-                **config.to_dict(),
+                **self.config.to_dict(),
+                "chosen": self.chosen,
                 "device": str(self.device),
                 "dtype": str(self.targets[0].weight.dtype).removeprefix("torch."),
             },

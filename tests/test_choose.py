@@ -1,0 +1,133 @@
+"""`--allocation auto`: the masks are tried in passing, on text that calibration did not read."""
+
+import math
+
+import families
+import pytest
+import tiny
+import torch
+
+import fwanda_pruner
+from fwanda_pruner import PruneConfig, UserError, choose, data, evaluate
+from fwanda_pruner.budgets import keep_budgets
+from fwanda_pruner.calibrate import calibrate
+from fwanda_pruner.config import TEXT_NUMBERS
+from fwanda_pruner.model import find_targets
+
+TOKENS, HELD_OUT = tiny.tokens(16, 24), tiny.tokens(5, 24, seed=9)
+CONFIG = PruneConfig(method="fwanda", allocation="auto", sparsity=0.6).resolved()
+
+
+def losses_of(model, configs, tokens=HELD_OUT) -> dict[str, float]:
+    targets = find_targets(model)[0]
+    statistics = calibrate(model, TOKENS, targets, progress=False)
+    return choose.try_masks(model, tokens, targets, statistics, configs, progress=False)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(tiny.text(2000))
+    return str(path)
+
+
+@pytest.mark.parametrize("batch", [1, 24 * 2, 10**6])
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "gemma2"])
+def test_a_tried_mask_has_the_loss_of_the_pruned_model(family, batch, monkeypatch):
+    monkeypatch.setattr(choose, "_BATCH_TOKENS", batch)
+    configs = choose.candidates(CONFIG)
+    found = losses_of(families.build(family), configs)
+    for name in ("uniform", "row", "global b=0.75 c=0.5"):
+        model = families.build(family)
+        fwanda_pruner.prune(model, config=configs[name], calibration=TOKENS, progress=False)
+        assert found[name] == pytest.approx(math.log(evaluate.perplexity(model, HELD_OUT, progress=False)), rel=1e-5)
+
+
+def test_the_model_is_dense_afterwards_also_after_an_error(monkeypatch):
+    model = tiny.llama()
+    dense = {name: weight.clone() for name, weight in model.state_dict().items()}
+    losses_of(model, choose.candidates(CONFIG))
+    targets = find_targets(model)[0]
+    statistics = calibrate(model, TOKENS, targets, progress=False)
+    budgets = keep_budgets(choose.candidates(CONFIG)["row"], targets, statistics)
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", None)
+    with pytest.raises(TypeError), choose.masked_in_passing(model, targets, statistics, budgets):
+        model(TOKENS[:1])
+    assert all(torch.equal(weight, dense[name]) for name, weight in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
+def test_auto_is_the_candidate_with_the_lowest_loss_on_held_out_text(method, text):
+    settings = {"method": method, "sparsity": 0.6, "calibration": text, "nsamples": 20, "seqlen": 24, "progress": False}
+    model = tiny.llama()
+    report = fwanda_pruner.prune(model, tiny.tokenizer(), allocation="auto", **settings)
+    chosen = report.config["chosen"]
+    assert report.config["allocation"] == "auto" and chosen["name"] == min(chosen["losses"], key=chosen["losses"].get)
+    config = choose.candidates(PruneConfig(method=method, allocation="auto"))[chosen["name"]]
+    names = ("allocation", "row_exponent", "layer_exponent")
+    other = tiny.llama()
+    fwanda_pruner.prune(other, tiny.tokenizer(), **{name: getattr(config, name) for name in names}, **settings)
+    assert all(
+        torch.equal(a.weight, b.weight) for a, b in zip(find_targets(model)[0], find_targets(other)[0], strict=True)
+    )
+
+
+def test_held_out_windows_are_none_of_the_calibration(text):
+    settings = {"nsamples": 20, "seqlen": 24, "seed": 3, "bos": True}
+    drawn = data.calibration_tokens(text, tiny.tokenizer(), **settings)
+    held = data.held_out_tokens(text, tiny.tokenizer(), **settings, windows=8)
+    more = data.calibration_tokens(text, tiny.tokenizer(), **{**settings, "nsamples": 28})
+    assert held.shape == (8, 24) and torch.equal(torch.cat([drawn, held]), more)
+    assert not {tuple(row) for row in held.tolist()} & {tuple(row) for row in drawn.tolist()}
+
+
+def test_no_window_is_held_out_where_calibration_reads_the_whole_text(text):
+    settings = {"seqlen": 24, "seed": 0, "bos": False, "windows": 8}
+    assert data.held_out_tokens(text, tiny.tokenizer(), nsamples=80, **settings).shape == (3, 24)
+    assert data.held_out_tokens(text, tiny.tokenizer(), nsamples=83, **settings) is None
+
+
+def test_without_held_out_text_the_last_windows_decide_with_a_warning():
+    with pytest.warns(UserWarning, match="no calibration text is left to choose on"):
+        report = fwanda_pruner.prune(tiny.llama(), config=CONFIG, calibration=TOKENS, progress=False)
+    model = tiny.llama()
+    assert report.config["chosen"]["losses"] == pytest.approx(
+        losses_of(model, choose.candidates(CONFIG), TOKENS[-choose.HELD_OUT :])
+    )
+
+
+def test_auto_reads_the_text_of_given_statistics(text):
+    settings = {"sparsity": 0.6, "calibration": text, "nsamples": 20, "seqlen": 24}
+    config = PruneConfig(method="fwanda", allocation="auto", **settings)
+    statistics = fwanda_pruner.collect(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
+    assert set(statistics.text) == {"calibration", *TEXT_NUMBERS}
+    one, other = (
+        fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, statistics=given, progress=False)
+        for given in (None, statistics)
+    )
+    assert one.config["chosen"] == other.config["chosen"]
+
+
+def test_an_allocation_without_a_budget_is_not_chosen():
+    config = PruneConfig(method="fwanda", allocation="auto", sparsity="0.99").resolved()  # row keeps at least 1 a row
+    losses = losses_of(tiny.llama(), choose.candidates(config))
+    assert losses["row"] == math.inf and math.isfinite(losses["uniform"])
+
+
+def test_no_finite_loss_is_one_line():
+    with pytest.raises(UserError, match="^--allocation auto: no allocation gives a finite loss"):
+        choose.best({"uniform": math.inf, "row": math.inf})
+
+
+def test_under_a_pattern_there_is_nothing_to_choose():
+    model, other = tiny.llama(), tiny.llama()
+    with pytest.warns(UserWarning, match="exactly wanda's 2:4"):
+        report = fwanda_pruner.prune(
+            model, method="fwanda", allocation="auto", pattern="2:4", calibration=TOKENS, progress=False
+        )
+    fwanda_pruner.prune(other, method="wanda", pattern="2:4", calibration=TOKENS, progress=False)
+    assert report.config["chosen"] is None
+    assert all(
+        torch.equal(a.weight, b.weight) for a, b in zip(find_targets(model)[0], find_targets(other)[0], strict=True)
+    )
