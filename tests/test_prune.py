@@ -35,6 +35,8 @@ def test_counts_and_the_denominators_of_sparsity_are_exact(method, allocation, s
     embedding = model.model.embed_tokens.weight.clone()
     report = prune(model, method=method, allocation=allocation, sparsity=sparsity, order=order)
     found = zeros(model)
+    if allocation == "auto":
+        allocation = report.config["chosen"]["name"].split()[0]
     share, total, removed = Fraction(sparsity), 0, 0
     for row in report.matrices:
         rows, cols = row.shape

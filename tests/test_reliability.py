@@ -538,7 +538,8 @@ def test_every_test_that_the_table_names_exists():
     assert all(len(row) == 4 for row in cells)
     numbered = [int(row[0].split(" ")[0]) for row in cells if row[0].split(" ")[0].isdigit()]
     assert numbered == list(range(1, 29))
-    for fault, trials, _, tests in cells[2:]:
+    later = ("7 ", "8 ", "23 ")  # packed files, the speed of 2:4, ranks
+    for fault, trials, outcome, tests in cells[2:]:
         names = re.findall(r"`(test_\w+\.py::test_\w+)`", tests)
-        assert names or trials == "0", f"no test of: {fault}"
+        assert names or (trials == "0" and outcome.startswith("later: ") and fault.startswith(later)), fault
         assert set(names) <= known, f"{fault}: no {sorted(set(names) - known)}"
