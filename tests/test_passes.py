@@ -251,3 +251,37 @@ def test_the_report_says_how_the_passes_ran():
     report = fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(4, LENGTH), micro_batch=2, progress=False)
     assert report.passes == {"micro_batch": 2, "compiled": False, "checkpointing": False, "compile_seconds": 0.0}
     assert {"calibrate", "budgets", "prune"} <= report.seconds.keys()
+
+
+def test_compiled_blocks_that_hide_inputs_are_noticed(monkeypatch, quick_compile):
+    """A block may compute otherwise when it is compiled, past the hooks: its sums would be silently wrong."""
+    tokens = tiny.tokens(SAMPLES, LENGTH)
+    model = tiny.llama()
+    mlp = model.model.layers[0].mlp
+
+    def forward(x):
+        if torch.compiler.is_compiling():
+            gate, up = (nn.functional.linear(x, m.weight) for m in (mlp.gate_proj, mlp.up_proj))
+            return mlp.down_proj(mlp.act_fn(gate) * up)
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+    mlp.forward = forward
+    with pytest.raises(UserError, match="compiled blocks do not show all inputs"):
+        measure(model, tokens, compile="on")
+    one = measure(tiny.llama(), tokens)
+    monkeypatch.setattr(passes.Passes, "_should_compile", lambda self, how, *_: how != "off")
+    with pytest.warns(UserWarning, match="going on without: compiled blocks do not show"):
+        other = measure(model, tokens)
+    assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
+
+
+def test_each_module_keeps_its_training_mode():
+    model = tiny.llama().train()
+    model.model.layers[0].eval()
+    fwanda_pruner.prune(model, calibration=tiny.tokens(4, LENGTH), progress=False)
+    assert model.training and model.model.layers[1].training and not model.model.layers[0].mlp.training
+
+
+def test_a_wrapper_of_torch_compile_is_refused_in_one_line():
+    with pytest.raises(UserError, match="give the model itself, model._orig_mod"):
+        fwanda_pruner.prune(torch.compile(tiny.llama()), calibration=tiny.tokens(4, LENGTH), progress=False)

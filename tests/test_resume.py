@@ -210,3 +210,37 @@ def test_a_run_that_keeps_nothing_leaves_nothing(argv, tmp_path, capsys):
     argv[1] = str(tmp_path / "nowhere")
     assert cli.main(argv) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "dangling", "foreign file", "subfolder", "lock is a folder"])
+def test_what_is_no_state_folder_is_refused_and_left_alone(argv, tmp_path, capsys, kind):
+    state, precious = state_of(argv), tmp_path / "precious"
+    precious.mkdir()
+    (precious / "data.txt").write_text("keep")
+    if kind in ("link", "dangling"):
+        state.symlink_to(precious if kind == "link" else tmp_path / "nowhere")
+    elif kind == "file":
+        state.write_text("keep")
+    else:
+        state.mkdir()
+        (state / "text.safetensors").write_text("stage")
+        foreign = state / {"foreign file": "notes.txt", "subfolder": "folder", "lock is a folder": "lock"}[kind]
+        foreign.write_text("keep") if kind == "foreign file" else foreign.mkdir()
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    for resumed in ([], ["--resume"]):
+        assert cli.main([*argv, "--method", "magnitude", *resumed]) == 2
+        assert "move it away, or choose another --output" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert (precious / "data.txt").read_text() == "keep"
+
+
+def test_a_text_that_changed_does_not_go_on(argv, interrupt, capsys, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(Path(argv[argv.index("--calibration") + 1]).read_text())
+    argv[argv.index("--calibration") + 1] = str(text)
+    go_on = interrupt("statistics")
+    assert cli.main([*argv, "--method", "fwanda"]) == 130
+    go_on()
+    text.write_text(text.read_text() + " w5")
+    assert cli.main([*argv, "--method", "fwanda", "--resume"]) == 2
+    assert "the interrupted run had calibration_sha256" in capsys.readouterr().err

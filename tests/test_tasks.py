@@ -256,3 +256,14 @@ def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         'fwanda: error: --tasks zeroshot needs lm-eval: pip install "fwanda-kernels[eval]"\n'
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["task: [1,2", "task: t\ninclude: nowhere.yaml", "group: g\ntask: [there_is_no_such_task]"], ids=str
+)
+def test_a_broken_task_file_is_one_line(tmp_path, text):
+    path = tmp_path / "task.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match="^lm-eval cannot load") as error:
+        evaluate_tasks(tiny.llama(), tiny.tokenizer(), [str(path)], progress=False)
+    assert "\n" not in str(error.value)

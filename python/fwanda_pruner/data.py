@@ -6,6 +6,7 @@ name or folder that the `datasets` package loads, or a tensor of token ids.
 
 import hashlib
 import json
+import os
 import random
 import warnings
 from array import array
@@ -175,6 +176,17 @@ def evaluation_tokens(
     _require_one_window(source, stream, length)
     count = stream.numel() // length
     return _with_prefix(prefix, stream[: count * length].view(count, length)[:windows])
+
+
+def file_sha256(name: str | None) -> str | None:
+    """sha256 of a local file; None for any other name."""
+    if not name or not os.path.isfile(name):
+        return None
+    digest = hashlib.sha256()
+    with open(name, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def tokens_sha256(tokens: Tensor) -> str:

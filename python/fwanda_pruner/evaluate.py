@@ -190,10 +190,11 @@ def _loss_sum(model: nn.Module, window: Tensor, *, first_target: int) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, the mode of before after it."""
-    training = model.training
+    """Evaluation mode inside the block, the mode that each module had before after it."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training

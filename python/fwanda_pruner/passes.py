@@ -179,14 +179,14 @@ class Passes:
             yield size
         if grow:
             facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
-        compiled, seen = _Compiled(self.blocks, bool(self.modules)), set()
+        compiled, seen = _Compiled(self.blocks, bool(self.modules)), {}
         seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether compiled
         kept = time.monotonic()
         with self._checkpointing(facts.checkpointing):
             while done < len(self.tokens):
                 whole = len(self.tokens) - done >= facts.micro_batch
                 if not facts.compiled and self._should_compile(compile, seconds[False], done, facts.micro_batch):
-                    facts.compiled, seen = True, _seen_all(collected, done)
+                    facts.compiled, seen = True, _whole_counts(collected, done * self.tokens.shape[1])
                 on = facts.compiled and whole
                 with compiled.on(on), self._timed(seconds[on], whole):
                     done += (size := self._pass(done, facts.micro_batch))
@@ -194,7 +194,7 @@ class Passes:
                 if self.keep is not None and time.monotonic() - kept >= KEEP_SECONDS:
                     self.keep(Progress(done, facts, collected, self._generator_state()))
                     kept = time.monotonic()
-        if facts.compiled and not seen <= _seen_all(collected, done):
+        if facts.compiled and not seen.items() <= _whole_counts(collected, done * self.tokens.shape[1]).items():
             raise _CompileError("compiled blocks do not show all inputs of their modules")
         if len(seconds[True]) > 1:
             facts.compile_seconds = max(0.0, seconds[True][0] - seconds[True][1])
@@ -264,9 +264,10 @@ class Passes:
         return replaced("forward", {block: partial(run, block.forward) for block in self.blocks})
 
 
-def _seen_all(collected: fk.collect_statistics, tokens: int) -> set[str]:
-    """Names of the modules that saw every token; not so the experts that tokens are routed to."""
-    return {name for name, layer in collected.items() if layer.n_tokens == tokens}
+def _whole_counts(collected: fk.collect_statistics, tokens: int) -> dict[str, int]:
+    """name -> how many times a module saw each of so many tokens; without experts, which see some of them."""
+    counts = {name: layer.n_tokens for name, layer in collected.items()}
+    return {name: count // tokens for name, count in counts.items() if count and count % tokens == 0}
 
 
 class _CompileError(Exception):

@@ -125,6 +125,8 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     Raises:
         UserError: as prune().
     """
+    if hasattr(model, "_orig_mod"):
+        raise UserError("the model is a wrapper of torch.compile; give the model itself, model._orig_mod")
     if config.nm and (config.facts.weighs_rows or config.method == "fwanda"):
         plain = "sparsegpt" if config.facts.updates_weights else "wanda"
         warnings.warn(
@@ -216,7 +218,8 @@ class _Run:
         """What a run and the one that goes on with it must have in common."""
         facts = self.config.to_dict()
         tensors = {"calibration": self.calibration, "eval": self.eval}
-        facts |= {name: data.tokens_sha256(text) for name, text in tensors.items() if isinstance(text, Tensor)}
+        for name, text in tensors.items():
+            facts[f"{name}_sha256"] = data.tokens_sha256(text) if isinstance(text, Tensor) else data.file_sha256(text)
         given = None if self.given is None else self.given.fingerprint()
         return {"statistics": given, "weights": fingerprint(self.targets), **facts, **versions(self.device)}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from .errors import UserError, one_line
 from .save import atomic_file, user_errors
 
 _FACTS, _SHA256 = "fwanda", "sha256"  # the entries of a file's metadata
+_OWN = re.compile(r"lock|[a-z]+(-\d+)?\.safetensors|\..+\.tmp")  # names of what a run writes
 _RUN = "run"  # the stage that says which run it is
 
 
@@ -45,6 +48,7 @@ class RunState:
             return
         output = Path(output).resolve()
         self.folder = output.with_name(f".{output.name}.resume")
+        found = _own_files(self.folder)
         with user_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  held until the process ends
@@ -54,10 +58,9 @@ class RunState:
                 raise UserError(
                     f"another process is writing {output}; wait for it, or choose another --output"
                 ) from error
-            found = [path for path in self.folder.iterdir() if path.name != "lock"]
             if not resume:
                 for path in found:
-                    path.unlink()
+                    path.unlink(missing_ok=True)
             self.resumed = resume and bool(found)
 
     def __enter__(self) -> RunState:
@@ -153,6 +156,23 @@ def _hash(tensors: Mapping[str, Tensor], facts: str) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """What runs left in a state folder, but for the lock; nothing if there is no such folder.
+
+    Raises:
+        UserError: it is a link or a file, or holds what no run wrote: nothing in it is touched then.
+    """
+    if not os.path.lexists(folder):
+        return []
+    if folder.is_symlink() or not folder.is_dir():
+        raise UserError(f"{folder} is not the folder of an interrupted run; move it away, or choose another --output")
+    paths = list(folder.iterdir())
+    for path in paths:
+        if not _OWN.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+            raise UserError(f"{path} is not of an interrupted run; move it away, or choose another --output")
+    return [path for path in paths if path.name != "lock"]
 
 
 def _short(value) -> str:

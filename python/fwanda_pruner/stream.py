@@ -60,6 +60,11 @@ class BlockStream:
 
         def hook(_module, args, kwargs):
             hidden = args[0] if args else kwargs["hidden_states"]
+            if not hidden.isfinite().all():
+                raise UserError(
+                    f"the input of block {len(captured)} has NaN or inf values; the model overflows on the calibration "
+                    f"text"
+                )
             if captured and not _close(self._block_output(len(captured) - 1, before.pop(), captured[-1]), hidden):
                 raise UserError(
                     f"{_not_streamable(self._model)}: a block takes more than the output of the one before it"

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import logging
 import math
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -96,7 +97,7 @@ def check_tasks(
         raise UserError(f'--tasks {",".join(tasks)} needs lm-eval: pip install "fwanda-kernels[eval]"')
     for name in tasks:
         known = name == "zeroshot" or name in _manager().all_tasks
-        if not known and not (Path(name).suffix == ".yaml" and Path(name).is_file()):
+        if not known and not (Path(name).suffix == ".yaml" and os.path.isfile(name)):
             raise UserError(
                 "--tasks takes ppl, zeroshot, mmlu, what `lm-eval ls tasks` lists, and .yaml files of its format, "
                 f"got {name!r}"
@@ -117,7 +118,7 @@ def _load(names: list[str], shots: int | None = None) -> dict:
         loaded = _manager().load(names)
     except UserError:
         raise
-    except ValueError as error:
+    except Exception as error:  # files of tasks hold anything, and lm-eval raises whatever comes of it
         raise UserError(f"lm-eval cannot load {', '.join(names)}: {one_line(error)}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
