@@ -11,6 +11,12 @@ OLD := .venv-oldest
 OLD_PYTHON ?= $(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON))
 OLD_PINS := torch==2.10.* transformers==4.57.*
 
+# Torch alone: no numpy, triton, transformers or compiler.
+BARE := .venv-bare
+BARE_CHECK := import importlib.util as u, torch, fwanda_kernels as fk; \
+	assert not any(map(u.find_spec, ("numpy", "triton", "transformers"))); \
+	assert fk.row_topk_mask(torch.randn(4, 8), torch.ones(8), 3).sum() == 12; print("bare", torch.__version__)
+
 .PHONY: demo test bench lint matrix clean
 
 demo: $(STAMP) $(CPU_LIBRARY)
@@ -25,7 +31,10 @@ bench: $(STAMP) $(CPU_LIBRARY)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
-matrix: $(CPU_LIBRARY)
+matrix: test
+	$(PYTHON) -m venv --clear $(BARE)
+	FWANDA_BUILD=0 $(BARE)/bin/pip install -q '$(TORCH)' .
+	cd $(BARE) && env -i PATH=bin bin/python -W ignore -c '$(BARE_CHECK)'
 	$(OLD_PYTHON) -m venv --clear $(OLD)
 	$(OLD)/bin/pip install -q $(OLD_PINS)
 	$(OLD)/bin/pip install -q $(OLD_PINS) -e '.[prune,bench,dev]'
@@ -33,7 +42,7 @@ matrix: $(CPU_LIBRARY)
 	$(OLD)/bin/python -m pytest -q
 
 clean:
-	rm -rf $(VENV) $(OLD) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
 
 # torch comes first and stays pinned in the second call, so that no extra replaces it.
 $(STAMP): pyproject.toml setup.py

@@ -122,3 +122,27 @@ def test_a_disk_that_is_full_is_one_line(monkeypatch):
     monkeypatch.setattr(stream.os, "posix_fallocate", full)
     with pytest.raises(fwanda_pruner.UserError, match="hidden states .* No space left on device"):
         prune(tiny.llama())
+
+
+@pytest.mark.parametrize("fits", [1, 2, 0])
+def test_out_of_memory_halves_the_batches_and_changes_nothing(monkeypatch, fits):
+    expected = weights(prune(tiny.llama(), "wanda", order="sequential", micro_batch="1"))
+    plain = BlockStream._capture_arguments
+
+    def capture(self, ids):
+        if len(ids) > max(fits, 1) or (not fits and len(self.blocks) == 2 and hasattr(self, "_arguments")):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, ids)
+
+    monkeypatch.setattr(BlockStream, "_capture_arguments", capture)
+    if not fits:
+        with (
+            pytest.warns(UserWarning),
+            pytest.raises(fwanda_pruner.UserError, match="a window of 24 tokens does not fit"),
+        ):
+            prune(tiny.llama(), "wanda", order="sequential", micro_batch="4")
+        return
+    with pytest.warns(UserWarning, match=f"ran out of memory: going on with batches of {fits} windows"):
+        found = weights(prune(tiny.llama(), "wanda", order="sequential", micro_batch="4"))
+    for name, weight in expected.items():
+        assert float(((weight == 0) != (found[name] == 0)).float().mean()) < 0.01, name

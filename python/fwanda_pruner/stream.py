@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +44,31 @@ class BlockStream:
         if len(tokens) > 1 and not _same(*(self._capture_arguments(ids[None]) for ids in (tokens[0], tokens[-1]))):
             raise UserError(f"{_not_streamable(model)}: the arguments of its blocks depend on the tokens")
         size = micro_batch or (max(1, _BATCH_TOKENS // tokens.shape[1]) if self._device.type == "cuda" else 1)
+        while not self._begin(tokens, size):
+            if size == 1:
+                raise UserError(
+                    f"a window of {tokens.shape[1]} tokens does not fit the memory of {self._device}; use a smaller "
+                    f"--seqlen or a larger --max-memory"
+                )
+            size //= 2
+            warnings.warn(f"{self._device} ran out of memory: going on with batches of {size} windows", stacklevel=2)
+
+    def _begin(self, tokens: Tensor, size: int) -> bool:
+        """Run batches of `size` windows up to the first block, one through the model; False if that does not fit."""
         batches = tokens.split(size)
-        # some arguments have an entry for each window of the batch
-        self._arguments = {len(ids): self._capture_arguments(ids) for ids in (batches[0], batches[-1])}
-        first = self._capture_hidden(batches[0])
-        hidden = _room_for((len(tokens), *first.shape[1:]), first)
-        self._hidden = hidden.split(size)
-        for ids, states in zip(batches, self._hidden, strict=True):
-            states.copy_(self._capture_hidden(ids))
+        try:
+            # some arguments have an entry for each window of the batch
+            self._arguments = {len(ids): self._capture_arguments(ids) for ids in (batches[0], batches[-1])}
+            first = self._capture_hidden(batches[0])
+            hidden = _room_for((len(tokens), *first.shape[1:]), first)
+            self._hidden = hidden.split(size)
+            for ids, states in zip(batches, self._hidden, strict=True):
+                states.copy_(self._capture_hidden(ids))
+        except torch.OutOfMemoryError:
+            self._arguments, self._hidden = {}, ()
+            torch.cuda.empty_cache()
+            return False
+        return True
 
     @torch.no_grad()
     def _capture_arguments(self, ids: Tensor) -> list[tuple[tuple, dict]]:
