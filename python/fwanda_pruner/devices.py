@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import PruneConfig
 from .errors import UserError, one_line
@@ -73,6 +74,39 @@ def _limited_memory(model: nn.Module, config: PruneConfig) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@contextmanager
+def fast_attention(model: nn.Module) -> Iterator[None]:
+    """Within the block, scaled dot product attention takes cuDNN's kernels first on Hopper and later cards.
+
+    They need 3 % less of a calibration of LLaMA-2-7B on an H200 than torch's own choice. Only for the head sizes they
+    were made for, and not under deterministic algorithms, which their backward pass is not.
+    """
+    device = model_device(model)
+    if (
+        device.type != "cuda"
+        or torch.cuda.get_device_capability(device) < (9, 0)
+        or _head_size(model) not in (64, 128)
+        or torch.are_deterministic_algorithms_enabled()
+    ):
+        yield
+        return
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    with sdpa_kernel(order, set_priority=True):
+        yield
+
+
+def _head_size(model: nn.Module) -> int | None:
+    """Of an attention head; None where the model has none."""
+    config = model.config.get_text_config()
+    size, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", None)
+    return size or (config.hidden_size // heads if heads else None)
 
 
 def free_memory(device: torch.device) -> int:

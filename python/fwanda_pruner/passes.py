@@ -18,7 +18,7 @@ import fwanda_kernels as fk
 
 from .attributes import replaced
 from .config import PruneConfig
-from .devices import free_memory, model_device
+from .devices import fast_attention, free_memory, model_device
 from .errors import UserError, one_line
 from .head import backward_of_summed_loss, find_decoder
 
@@ -123,7 +123,8 @@ class Passes:
         compile = "off" if facts.checkpointing else self.settings.compile
         while True:
             try:
-                return self._attempt(facts, grow, compile), facts
+                with fast_attention(self.model):
+                    return self._attempt(facts, grow, compile), facts
             except torch.OutOfMemoryError:
                 exhausted = True  # the traceback holds the activations: go on once it is gone
             except _CompileError as error:
