@@ -1,5 +1,6 @@
 """Fixtures that every test file shares."""
 
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -20,3 +21,10 @@ def backend(request):
     """The test runs on the backend that is first in order, then on the reference."""
     with use_backend("reference") if request.param == "reference" else nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    """Two rounds of the response allocation, for tests that do not ask how good they are."""
+    if (respond := sys.modules.get("fwanda_pruner.respond")) is not None:
+        monkeypatch.setattr(respond, "ROUNDS", 2)

@@ -27,6 +27,7 @@ from fwanda_pruner import cli, passes, pipeline  # noqa: F401  imported before t
 COMMANDS = {
     "fwanda row": ["--method", "fwanda"],
     "fwanda global": ["--method", "fwanda", "--allocation", "global"],
+    "fwanda response": ["--method", "fwanda", "--allocation", "response"],
     "fwanda true": ["--method", "fwanda", "--fisher", "true"],
     "wanda sequential": ["--method", "wanda", "--order", "sequential"],
     "sparsegpt": ["--method", "sparsegpt"],

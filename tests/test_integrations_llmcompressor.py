@@ -401,6 +401,8 @@ def test_targets_that_match_nothing_are_refused(folder):
     "settings",
     [
         {"allocation": "layer"},
+        {"allocation": "response"},
+        {"allocation": "auto"},
         {"sparsity": 1.5},
         {"sparsity": [0.5, 0.5]},
         {"sparsity": 0.75, "mask_structure": "2:4"},

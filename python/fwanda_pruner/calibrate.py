@@ -241,7 +241,7 @@ def calibrate(
     if state is not None and fisher != "mean":
         passes.progress = _recalled_progress(state, model_device(model))
         passes.keep = partial(_keep_progress, state)
-    with torch.inference_mode(False), torch.enable_grad(), _frozen(model, fisher is not None):
+    with torch.inference_mode(False), torch.enable_grad(), frozen(model, fisher is not None):
         collected, facts = passes.run()
     statistics = Statistics(fisher=fisher, weights=fingerprint(targets), passes=asdict(facts))
     for target in targets:
@@ -304,7 +304,7 @@ class SignedSums:
 
 
 @contextmanager
-def _frozen(model: nn.Module, backward: bool) -> Iterator[None]:
+def frozen(model: nn.Module, backward: bool) -> Iterator[None]:
     """No parameter wants a gradient; with backward, the embedding output does, so that a graph exists."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:

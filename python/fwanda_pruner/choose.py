@@ -1,27 +1,21 @@
-"""Which allocation: masks are tried in passing, block by block, on text that calibration did not read."""
+"""Which allocation: masks are tried in passing, on text that calibration did not read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import fwanda_kernels as fk
-
-from .budgets import keep_budgets
 from .calibrate import Statistics
 from .config import PruneConfig
 from .errors import UserError
-from .head import find_decoder, summed_loss
-from .model import Target, find_blocks
+from .masks import masked_loss, masks_of
+from .model import Target
 
 HELD_OUT = 8  # windows
-_BATCH_TOKENS = 16384
 # (b, c) of the global allocation: the measured optimum is flat, and its place differs between models
 _EXPONENTS = ((0.75, 0.5), (1.0, 0.5), (1.0, 0.75), (0.75, 0.25), (0.5, 0.5), (0.5, 0.25))
 
@@ -56,57 +50,13 @@ def try_masks(
     Returns:
         name -> mean next-token loss in nats; inf where it is not finite or the allocation has no budget.
     """
-    decoder, device = find_decoder(model), targets[0].weight.device
-    size = max(1, _BATCH_TOKENS // tokens.shape[1])  # a block is pruned once for each batch
     losses = {}
     for name, config in tqdm(configs.items(), desc="try", unit="mask", disable=None if progress else True):
         try:
-            budgets = keep_budgets(config, list(targets), statistics)
+            losses[name] = masked_loss(model, tokens, targets, masks_of(config, targets, statistics))
         except UserError:
             losses[name] = math.inf
-            continue
-        with torch.no_grad(), masked_in_passing(model, targets, statistics, budgets):
-            total = sum(summed_loss(model, decoder, ids.to(device)) for ids in tokens.split(size))
-        mean = total / (tokens.shape[0] * (tokens.shape[1] - 1))
-        losses[name] = mean if math.isfinite(mean) else math.inf
     return losses
-
-
-@contextmanager
-def masked_in_passing(
-    model: nn.Module, targets: Sequence[Target], statistics: Statistics, budgets: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """Within the block, each decoder block is pruned while it runs, and dense before and after.
-
-    Holds a copy of the weights of one block.
-    """
-    kept: dict[Target, Tensor] = {}
-
-    def before(found: list[Target]):
-        def hook(*_):
-            for target in found:
-                kept[target] = target.weight.clone()
-            weights, scales = [t.weight for t in found], [statistics.layer(t.name).norm for t in found]
-            fk.foreach_row_topk_prune_(weights, scales, [budgets[t.name] for t in found])
-
-        return hook
-
-    def restore(*_) -> None:
-        while kept:
-            target, weight = kept.popitem()
-            target.weight.copy_(weight)
-
-    handles = []
-    for index, block in enumerate(find_blocks(model)[1]):
-        found = [target for target in targets if target.block == index]
-        if found:
-            handles += [block.register_forward_pre_hook(before(found)), block.register_forward_hook(restore)]
-    try:
-        yield
-    finally:
-        restore()
-        for handle in handles:
-            handle.remove()
 
 
 def best(losses: Mapping[str, float]) -> str:
@@ -117,5 +67,7 @@ def best(losses: Mapping[str, float]) -> str:
     """
     name = min(losses, key=losses.get)
     if not math.isfinite(losses[name]):
-        raise UserError("--allocation auto: no allocation gives a finite loss on the held-out text; choose one")
+        raise UserError(
+            "no allocation gives a finite loss on the held-out text; choose uniform, row or global yourself"
+        )
     return name

@@ -252,7 +252,7 @@ def _print_plan(model, config: PruneConfig) -> None:
     from .model import find_blocks
 
     targets, skipped = pipeline.plan(model, config)
-    fixed = config.allocation not in ("global", "auto") or config.nm
+    fixed = config.allocation in ("layer", "uniform", "row") or config.nm
     size = removed = 0
     for target in targets:
         rows, cols = target.weight.shape

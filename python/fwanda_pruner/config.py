@@ -33,11 +33,14 @@ class Method:
 METHODS = {
     "magnitude": Method(("layer",), "onepass"),
     "wanda": Method(("uniform",), "onepass", scores_inputs=True),
-    "fwanda": Method(("row", "uniform", "global", "auto"), "onepass", scores_inputs=True),
+    "fwanda": Method(("row", "uniform", "global", "response", "auto"), "onepass", scores_inputs=True),
     "sparsegpt": Method(("uniform",), "sequential", updates_weights=True),
-    "fsparsegpt": Method(("uniform", "row", "global", "auto"), "sequential", updates_weights=True, weighs_rows=True),
+    "fsparsegpt": Method(
+        ("uniform", "row", "global", "response", "auto"), "sequential", updates_weights=True, weighs_rows=True
+    ),
 }
-FISHER_ALLOCATIONS = ("row", "global", "auto")
+RESPONSES = ("response", "auto")  # allocations measured on the pruned model
+FISHER_ALLOCATIONS = ("row", "global", *RESPONSES)
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 TEXT_NUMBERS = ("nsamples", "seqlen", "seed")
@@ -69,9 +72,9 @@ class PruneConfig:
     method: str = _setting("fwanda", "pruning method", tuple(METHODS))
     allocation: str | None = _setting(
         None,
-        "how the keep budget is divided; auto: what does best on held-out calibration text (default: fwanda row, "
-        "magnitude layer, others uniform)",
-        ("layer", "uniform", "row", "global", "auto"),
+        "how the keep budget is divided; response: as the loss of the pruned model answers, auto: what does best on "
+        "held-out calibration text (default: fwanda row, magnitude layer, others uniform)",
+        ("layer", "uniform", "row", "global", "response", "auto"),
     )
     sparsity: str | None = _setting(
         None, "fraction of the weights removed, an exact decimal in [0, 1) (default 0.5, or what the pattern implies)"
@@ -219,8 +222,13 @@ class PruneConfig:
 
     @property
     def needs_fisher(self) -> bool:
-        """Whether omega decides anything; under a pattern it cancels inside each group."""
-        return self.nm is None and (self.facts.weighs_rows or self.allocation in FISHER_ALLOCATIONS)
+        """Whether omega decides anything; under a pattern all but a response cancels inside each group."""
+        return self.responds or (self.nm is None and (self.facts.weighs_rows or self.allocation in FISHER_ALLOCATIONS))
+
+    @property
+    def responds(self) -> bool:
+        """Whether the pruned model is measured too; under a pattern an update of the weights leaves nothing to it."""
+        return self.allocation in RESPONSES and (self.nm is None or self.facts.scores_inputs)
 
     @property
     def reads_statistics(self) -> bool:

@@ -13,10 +13,11 @@ from tqdm import tqdm
 
 import fwanda_kernels as fk
 
-from .budgets import floored_omega, keep_total
+from .budgets import Factors, floored_omega, keep_total
 from .calibrate import Statistics, warn_unseen
 from .config import PruneConfig
 from .errors import UserError
+from .masks import column_scale
 from .model import Target
 from .passes import PassSettings
 from .report import MatrixRow
@@ -38,6 +39,7 @@ class Job:
         statistics: of the dense model; None where the method needs none.
         budgets: name -> [R] int64 weights kept in each row; None where the method needs none.
         progress: show bars.
+        factors: on the scores, of the response allocation; None for others.
         state: keeps each block, where blocks are run one at a time.
     """
 
@@ -48,6 +50,7 @@ class Job:
     statistics: Statistics | None
     budgets: dict[str, Tensor] | None
     progress: bool
+    factors: Factors | None = None
     state: RunState = field(default_factory=RunState)
 
 
@@ -61,7 +64,7 @@ def prune_targets(job: Job) -> list[MatrixRow]:
 
 
 def asked(config: PruneConfig, target: Target) -> int:
-    """Weights that a budget fixed per matrix keeps: every allocation but "global" and "auto"."""
+    """Weights that a budget fixed per matrix keeps: every allocation within a matrix."""
     rows, cols = target.weight.shape
     if config.nm:
         n, m = config.nm
@@ -82,7 +85,7 @@ def _by_score(job: Job) -> list[MatrixRow]:
             continue
         for group in _groups(job, stream, index, targets):
             statistics = job.statistics if stream is None else _measured_inputs(stream, index, group)
-            flags |= _select(config, group, statistics, job.budgets)
+            flags |= _select(config, group, statistics, job.budgets, job.factors)
         if stream is not None:
             _check_flags(flags)
             flags = {}
@@ -161,12 +164,16 @@ def _measured_inputs(stream: BlockStream, index: int, targets: list[Target]) -> 
 
 
 def _select(
-    config: PruneConfig, targets: list[Target], statistics: Statistics | None, budgets: dict[str, Tensor] | None
+    config: PruneConfig,
+    targets: list[Target],
+    statistics: Statistics | None,
+    budgets: dict[str, Tensor] | None,
+    factors: Factors | None,
 ) -> dict[str, Tensor]:
     """Prune matrices by score; name -> [1] flag of bad values, still on the device."""
     weights = [t.weight for t in targets]
     if config.facts.scores_inputs:
-        scales = [statistics.layer(t.name).norm for t in targets]
+        scales = [column_scale(statistics, factors, t.name) for t in targets]
     else:
         scales = [torch.ones(w.shape[1], device=w.device) for w in weights]
     flags = torch.zeros(len(targets), dtype=torch.int32, device=weights[0].device)
@@ -253,7 +260,7 @@ def _prune_by_obs(job: Job, target: Target, factor: Tensor) -> None:
         selection = {"pattern": config.nm}
     elif config.allocation == "row":
         selection = {"keep": budgets[target.name]}
-    elif config.allocation == "global":
+    elif config.allocation in ("global", "response"):
         size = weight.numel()
         selection = {"sparsity": Fraction(size - int(budgets[target.name].sum()), size)}
     row_weight = None

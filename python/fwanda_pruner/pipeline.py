@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import choose, data, evaluate
-from .budgets import count_floored_rows, keep_budgets
+from .budgets import Factors, count_floored_rows, keep_budgets, threshold_budgets
 from .calibrate import Statistics, calibrate, fingerprint
 from .config import PASS_SETTINGS, TEXT_NUMBERS, PruneConfig
 from .devices import device_rules, model_device
@@ -22,6 +22,7 @@ from .methods import Job, prune_targets
 from .model import Skipped, Target, check_length, check_model, find_blocks, find_targets, select_targets
 from .passes import PassSettings
 from .report import MatrixRow, Report, versions
+from .respond import respond
 from .resume import RunState
 from .stages import Stages
 
@@ -127,7 +128,7 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     """
     if hasattr(model, "_orig_mod"):
         raise UserError("the model is a wrapper of torch.compile; give the model itself, model._orig_mod")
-    if config.nm and (config.facts.weighs_rows or config.method == "fwanda"):
+    if config.nm and not config.responds and (config.facts.weighs_rows or config.method == "fwanda"):
         plain = "sparsegpt" if config.facts.updates_weights else "wanda"
         warnings.warn(
             f"{config.method} under {config.pattern} is exactly {plain}'s {config.pattern}: a factor for each row "
@@ -183,6 +184,7 @@ class _Run:
         self.device = stages.device = model_device(model)
         self.tokens: Tensor | None = None
         self.chosen: dict | None = None
+        self.factors: Factors | None = None
         self.bos: bool | None = {"none": False, "window": True}.get(self.config.bos)
         self.targets, self.skipped = plan(model, self.config)
 
@@ -208,8 +210,19 @@ class _Run:
                 with self.stages.timed("budgets"):
                     budgets = self._budgets(config, statistics)
             with self.stages.timed("prune"):
-                job = Job(config, self.model, self.targets, self.tokens, statistics, budgets, self.progress, self.state)
-                rows = prune_targets(job)
+                rows = prune_targets(
+                    Job(
+                        config=config,
+                        model=self.model,
+                        targets=self.targets,
+                        tokens=self.tokens,
+                        statistics=statistics,
+                        budgets=budgets,
+                        factors=self.factors,
+                        progress=self.progress,
+                        state=self.state,
+                    )
+                )
         self.stages.meter = None
         pruned = self.perplexity(windows, "pruned")
         return self._report(config, rows, statistics, windows, dense, pruned, energy)
@@ -230,7 +243,8 @@ class _Run:
             self.tokens = texts.get("calibration")
             return texts.get("eval")
         config = self.config
-        windows = self.read_text(calibration=config.runs_blocks or (config.reads_statistics and self.given is None))
+        measures = config.reads_statistics and self.given is None
+        windows = self.read_text(calibration=config.runs_blocks or config.responds or measures)
         texts = {name: text for name, text in (("calibration", self.tokens), ("eval", windows)) if text is not None}
         self.state.keep("text", texts, {"bos": self.bos})
         return windows
@@ -245,20 +259,45 @@ class _Run:
         return dense
 
     def _settled(self, statistics: Statistics | None) -> PruneConfig:
-        """The config with the allocation that "auto" finds best; the losses that decide go into the report."""
-        if self.config.allocation != "auto" or self.config.nm:
-            return self.config
-        found = choose.candidates(self.config)
+        """The config with the allocation that is found best; the losses that decide go into the report.
+
+        Under "response" that is itself, with self.factors; under "auto" it can be another.
+        """
+        config = self.config
+        if not config.responds:
+            return config
+        found = choose.candidates(config)
         if (kept := self.state.recall("chosen")) is not None:
-            self.chosen = kept[1]
+            tensors, self.chosen = kept
+            if tensors:
+                self.factors = Factors.of_tensors(tensors, self.device)
         else:
             with self.stages.timed("choose"):
-                losses = choose.try_masks(
-                    self.model, self._held_out(), self.targets, statistics, found, progress=self.progress
-                )
-            self.chosen = {"name": choose.best(losses), "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
-            self.state.keep("chosen", {}, self.chosen)
-        return found[self.chosen["name"]]
+                self.chosen, self.factors = self._choose(statistics, found)
+            self.state.keep("chosen", self.factors.tensors() if self.factors else {}, self.chosen)
+        start = found.get(self.chosen["start"], config)
+        return start if self.factors is None else replace(start, allocation="response")
+
+    def _choose(self, statistics: Statistics, found: dict[str, PruneConfig]) -> tuple[dict, Factors | None]:
+        """{"name": what was best, "start": the candidate it begins with, "losses": of all that was tried}; factors."""
+        held_out, losses, start = self._held_out(), {}, None
+        if self.config.allocation == "auto" and not self.config.nm:
+            losses = choose.try_masks(self.model, held_out, self.targets, statistics, found, progress=self.progress)
+            start = choose.best({name: loss for name, loss in losses.items() if found[name].allocation == "global"})
+        factors, rounds = respond(
+            self.model,
+            self.tokens,
+            held_out,
+            self.targets,
+            statistics,
+            found.get(start, self.config),
+            settings=PassSettings.of(self.config),
+            progress=self.progress,
+        )
+        losses |= rounds
+        name = choose.best(losses)
+        chosen = {"name": name, "start": start, "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
+        return (chosen, factors) if name in rounds else (chosen | {"start": name}, None)
 
     def _held_out(self) -> Tensor:
         """Windows of the calibration text that the statistics do not know, or else the last ones that they know."""
@@ -272,15 +311,16 @@ class _Run:
             warnings.warn(
                 "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
             )
-            if self.tokens is None:
-                self.read_text(calibration=True)
             tokens = self.tokens[-choose.HELD_OUT :]
         return tokens
 
     def _budgets(self, config: PruneConfig, statistics: Statistics | None) -> dict[str, Tensor]:
         if (kept := self.state.recall("budgets")) is not None:
             return {name: budget.to(self.device) for name, budget in kept[0].items()}
-        budgets = keep_budgets(config, self.targets, statistics)
+        if self.factors is None:
+            budgets = keep_budgets(config, self.targets, statistics)
+        else:
+            budgets = threshold_budgets(config, self.targets, statistics, self.factors)
         self.state.keep("budgets", budgets)
         return budgets
 

@@ -19,7 +19,7 @@ import fwanda_kernels as fk
 
 from ..budgets import keep_budgets
 from ..calibrate import Statistics, calibrate, unseen_layer
-from ..config import PruneConfig
+from ..config import RESPONSES, PruneConfig
 from ..errors import UserError
 from ..model import Target, check_model
 from ..passes import PassSettings
@@ -97,6 +97,11 @@ class FWandaModifier(SparsityModifierBase):
         prune_n, m = self._prune_n, self._prune_m
         pattern = f"{kept_of(prune_n, m)}:{m}" if prune_n else None
         self._config = PruneConfig(method="fwanda", pattern=pattern, **settings).resolved()
+        if self.allocation in RESPONSES:
+            raise UserError(
+                f"allocation must be row, global or uniform, got {self.allocation}, which measures the pruned model: "
+                f"only fwanda_pruner.prune() does that"
+            )
         if pattern:
             warnings.warn(
                 f"fwanda with mask_structure {self.mask_structure} is exactly Wanda's: a factor for each row cancels "

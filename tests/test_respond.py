@@ -1,0 +1,179 @@
+"""`--allocation response`: what the loss of the pruned model says, and the factors that follow it."""
+
+import copy
+import math
+
+import families
+import pytest
+import tiny
+import torch
+
+import fwanda_kernels as fk
+import fwanda_pruner
+from fwanda_pruner import PruneConfig, respond
+from fwanda_pruner.budgets import Factors, global_factors, keep_total
+from fwanda_pruner.calibrate import calibrate
+from fwanda_pruner.masks import masks_of
+from fwanda_pruner.model import find_targets
+from fwanda_pruner.passes import PassSettings
+
+TOKENS, HELD_OUT = tiny.tokens(12, 16), tiny.tokens(4, 16, seed=9)
+CONFIG = PruneConfig(method="fwanda", allocation="response", sparsity="0.6").resolved()
+
+
+def prepared(family: str = "mistral"):
+    """A model, its targets and statistics, and factors in which columns differ too."""
+    model = families.build(family)
+    targets = find_targets(model)[0]
+    statistics = calibrate(model, TOKENS, targets, progress=False)
+    start = global_factors(CONFIG, targets, statistics)
+    generator = torch.Generator().manual_seed(1)
+    columns = {name: 0.5 + torch.rand(len(column), generator=generator) for name, column in start.columns.items()}
+    return model, targets, statistics, Factors(start.rows, columns)
+
+
+def autograd_sums(model, targets, masks) -> dict[str, torch.Tensor]:
+    """name -> [R, C] fp64: -dL/dW' W where W was removed, 0 elsewhere, of the pruned model in fp64."""
+    pruned = copy.deepcopy(model)
+    copies = {t.name: t for t in find_targets(pruned)[0]}
+    pruned.double()
+    dense = {name: t.weight.clone() for name, t in copies.items()}
+    for name, target in copies.items():
+        target.weight.mul_(masks[name]())
+        target.module.weight.requires_grad_(True)
+    logits = pruned(TOKENS).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, TOKENS[:, 1:].flatten(), reduction="sum").backward()
+    slopes = {n: t.module.weight.grad for n, t in copies.items()}
+    slopes |= {n: slopes[n].T for n, t in copies.items() if not isinstance(t.module, torch.nn.Linear)}
+    return {name: -(slopes[name] * dense[name]).masked_fill(masks[name](), 0) for name in copies}
+
+
+@pytest.mark.parametrize("settings", [PassSettings(1), PassSettings(5), PassSettings(3, checkpointing="on")])
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+def test_the_sums_are_the_derivatives_of_the_pruned_model(family, settings):
+    model, targets, statistics, factors = prepared(family)
+    masks = masks_of(CONFIG, targets, statistics, factors)
+    dense = {t.name: t.weight.clone() for t in targets}
+    sums = respond._measure(model, TOKENS, targets, statistics, CONFIG, factors, settings)
+    expected = autograd_sums(model, targets, masks)
+    for target in targets:
+        rows, columns = sums[target.name]
+        found = expected[target.name]
+        size = found.abs().sum()
+        assert torch.allclose(rows.found, found.sum(1), atol=float(1e-4 * size))
+        assert torch.allclose(columns.found, found.sum(0), atol=float(1e-4 * size))
+        assert rows.passes == columns.passes == math.ceil(len(TOKENS) / settings.micro_batch)
+        scores = target.weight.abs() * statistics.layer(target.name).norm * factors.columns[target.name]
+        squares = (scores * factors.rows[target.name][:, None]).double().square().masked_fill(masks[target.name](), 0)
+        assert torch.allclose(rows.predicted, squares.sum(1)) and torch.allclose(columns.predicted, squares.sum(0))
+        assert torch.equal(target.weight, dense[target.name])
+        assert "forward" not in vars(target.module)
+
+
+def sums_of(predicted, *found) -> respond._Sums:
+    sums = respond._Sums.of(torch.tensor(predicted, dtype=torch.float64))
+    for values in found:
+        sums.add(torch.tensor(values, dtype=torch.float64))
+    return sums
+
+
+def test_ratios_without_noise_are_those_measured():
+    sums = sums_of([1.0, 2.0, 4.0, 0.0], [1.0, 4.0, 2.0, 0.0], [1.0, 4.0, 2.0, 0.0])
+    assert sums.ratios(torch.tensor(2.0)).tolist() == pytest.approx([1.0, 2.0, 0.5, 1.0])
+
+
+def test_ratios_of_noise_alone_are_1():
+    sums = sums_of([1.0, 1.0, 1.0], [9.0, -8.0, 9.0], [-8.0, 9.0, -7.0], [2.0, 1.5, 1.0])
+    assert sums.ratios(torch.tensor(3.0)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_single_pass_tells_no_noise_and_moves_no_line():
+    assert sums_of([1.0, 1.0], [0.0, 2.0]).ratios(torch.tensor(1.0)).tolist() == [1.0, 1.0]
+
+
+def test_ratios_are_bounded():
+    sums = sums_of([1.0] * 40, [0.0] * 39 + [400.0], [0.0] * 39 + [400.0])
+    assert sums.ratios(torch.tensor(2.0)).min() == pytest.approx(0.1)
+    assert sums.ratios(torch.tensor(2.0)).max() == pytest.approx(10.0)
+
+
+def test_factors_follow_the_ratio_of_their_matrix():
+    names = ["low", "right", "high", "negative", "unseen"]
+    predicted, found = [1.0, 3.0], {"low": 8.0, "right": 2.0, "high": 0.5, "negative": -1.0}
+    sums = {name: (respond._Sums.of(torch.tensor(predicted).double()),) * 2 for name in names}
+    for name, ratio in found.items():
+        sums[name] = tuple(sums_of(predicted, [ratio, 3 * ratio], [ratio, 3 * ratio]) for _ in range(2))
+    start = Factors({name: torch.ones(2) for name in names}, {name: torch.ones(2) for name in names})
+    moved = respond._moved(start, sums)
+    steps = {name: float(moved.rows[name].log().mean()) / 0.15 for name in names}  # the middle ratio is 4
+    assert steps["right"] == pytest.approx(0) and steps["low"] == pytest.approx(math.log(4), rel=1e-5)
+    assert steps["high"] == pytest.approx(math.log(1 / 4), rel=1e-5)
+    assert steps["negative"] == pytest.approx(math.log(1 / 5), rel=1e-5)
+    assert steps["unseen"] == 0
+    assert all(torch.allclose(column, torch.ones(2)) for column in moved.columns.values())
+
+
+def test_the_best_round_on_held_out_text_is_taken(monkeypatch):
+    model, targets, statistics, _ = prepared()
+    losses = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(respond, "masked_loss", lambda *args: next(losses))
+    factors, found = respond.respond(
+        model, TOKENS, HELD_OUT, targets, statistics, CONFIG, settings=PassSettings(), progress=False
+    )
+    assert found == {"round 0": 3.0, "round 1": 1.0, "round 2": 2.0}
+    start = global_factors(CONFIG, targets, statistics)
+    settings = PassSettings(1, compile="off")
+    sums = respond._measure(model, TOKENS, targets, statistics, CONFIG, start, settings)
+    first = respond._moved(start, sums)
+    assert all(torch.equal(factors.rows[t.name], first.rows[t.name]) for t in targets)
+    assert all(torch.equal(factors.columns[t.name], first.columns[t.name]) for t in targets)
+
+
+@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "mixtral"])
+def test_counts_are_exact(family, method):
+    model = families.build(family)
+    report = fwanda_pruner.prune(
+        model,
+        config=PruneConfig(method=method, allocation="response", sparsity="0.6"),
+        calibration=TOKENS,
+        progress=False,
+    )
+    weights = [t.weight for t in find_targets(model)[0]]
+    size = sum(w.numel() for w in weights)
+    assert sum(int((w != 0).sum()) for w in weights) == keep_total(size, CONFIG.removed)
+    losses = report.config["chosen"]["losses"]
+    assert losses[report.config["chosen"]["name"]] == min(losses.values()) and "round 2" in losses
+
+
+def test_under_a_pattern_the_columns_decide():
+    model, other = tiny.llama(), tiny.llama()
+    settings = {"pattern": "2:4", "calibration": TOKENS, "progress": False}
+    report = fwanda_pruner.prune(model, method="fwanda", allocation="response", **settings)
+    fwanda_pruner.prune(other, method="wanda", **settings)
+    pairs = list(zip(find_targets(model)[0], find_targets(other)[0], strict=True))
+    assert all(bool(((a.weight != 0).unflatten(1, (-1, 4)).sum(2) == 2).all()) for a, _ in pairs)
+    same = all(torch.equal(a.weight, b.weight) for a, b in pairs)
+    assert same == (report.config["chosen"]["name"] == "round 0")
+    assert not same
+
+
+def test_the_mask_of_a_run_is_that_of_its_factors():
+    model, (dense, targets, statistics, _) = families.build("mistral"), prepared()
+    fwanda_pruner.prune(model, config=CONFIG, calibration=TOKENS, statistics=statistics, progress=False)
+    factors, _ = respond.respond(
+        dense,
+        TOKENS,
+        TOKENS[-8:],
+        targets,
+        statistics,
+        CONFIG,
+        settings=PassSettings(),
+        progress=False,
+    )
+    masks = masks_of(CONFIG, targets, statistics, factors)
+    for target, pruned in zip(targets, find_targets(model)[0], strict=True):
+        assert torch.equal(pruned.weight != 0, masks[target.name]())
+        counts = masks[target.name]().sum(1)
+        scale = statistics.layer(target.name).norm * factors.columns[target.name]
+        assert torch.equal(masks[target.name](), fk.row_topk_mask(target.weight, scale, counts))
