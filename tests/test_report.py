@@ -31,6 +31,7 @@ def make_report(**changes) -> Report:
         bos=True,
         warnings=["nsamples is small"],
         omega_floored_rows=7,
+        check=None,
         passes={"micro_batch": 2, "compiled": False, "checkpointing": False, "compile_seconds": 0.0},
     )
     return Report(**{**facts, **changes})
@@ -69,7 +70,7 @@ def test_round_trip_through_strict_json(changes):
 def test_stable_keys():
     assert set(make_report().to_dict()) == {
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
-        "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details",
+        "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details", "check",
         "block_parameters", "model_parameters", "model_zeros", "coverage",
     }  # fmt: skip
 

@@ -129,6 +129,7 @@ class PruneConfig:
     deterministic: bool = _setting(
         False, "the same bits in every run on a GPU too, where some kernels are slower for it", type=bool
     )
+    no_check: bool = _setting(False, "skip the comparison with Wanda's masks on held-out calibration text", type=bool)
 
     def __post_init__(self):
         for name in ("sparsity", "micro_batch"):  # numbers in YAML
@@ -234,6 +235,11 @@ class PruneConfig:
     def reads_statistics(self) -> bool:
         """Whether statistics of the dense model decide anything: omega, or x2 unless it is measured block by block."""
         return self.needs_fisher or (self.facts.scores_inputs and self.order == "onepass")
+
+    @property
+    def checks(self) -> bool:
+        """Whether the result is compared with Wanda's masks: where Fisher information made it another."""
+        return self.needs_fisher and not (self.no_check or (self.method == "fwanda" and self.allocation == "uniform"))
 
     @property
     def runs_blocks(self) -> bool:

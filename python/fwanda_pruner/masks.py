@@ -15,6 +15,7 @@ import fwanda_kernels as fk
 from .budgets import Factors, keep_budgets, threshold_budgets
 from .calibrate import Statistics
 from .config import PruneConfig
+from .devices import model_device
 from .head import find_decoder, summed_loss
 from .model import Target, find_blocks
 
@@ -58,16 +59,18 @@ def _pattern_mask(target: Target, scale: Tensor, n: int, m: int) -> Tensor:
     return mask
 
 
-@torch.no_grad()
 def masked_loss(model: nn.Module, tokens: Tensor, targets: Sequence[Target], masks: Masks) -> float:
-    """Mean next-token loss in nats over tokens [S, L] of the model with these masks; inf where it is not finite.
-
-    The weights are as before afterwards.
-    """
-    decoder, device = find_decoder(model), targets[0].weight.device
-    size = max(1, _BATCH_TOKENS // tokens.shape[1])  # a block is pruned once for each batch
+    """mean_loss() of the model with these masks; its weights are as before afterwards."""
     with masked_in_passing(model, targets, masks):
-        total = sum(summed_loss(model, decoder, ids.to(device)) for ids in tokens.split(size))
+        return mean_loss(model, tokens)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, tokens: Tensor) -> float:
+    """Mean next-token loss in nats over tokens [S, L]; inf where it is not finite."""
+    decoder, device = find_decoder(model), model_device(model)
+    size = max(1, _BATCH_TOKENS // tokens.shape[1])  # in masked_loss() a block is pruned once for each batch
+    total = sum(summed_loss(model, decoder, ids.to(device)) for ids in tokens.split(size))
     mean = total / (tokens.shape[0] * (tokens.shape[1] - 1))
     return mean if math.isfinite(mean) else math.inf
 
@@ -81,6 +84,7 @@ def masked_in_passing(model: nn.Module, targets: Sequence[Target], masks: Masks)
     kept: list[tuple[Tensor, Tensor]] = []  # weights, and copies of what they were
 
     def before(found: list[Target]):
+        @torch.no_grad()
         def hook(*_):
             for target in found:
                 mask = masks[target.name]()

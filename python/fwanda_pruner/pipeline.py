@@ -6,6 +6,7 @@ import math
 import resource
 import warnings
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from .devices import device_rules, model_device
 from .energy import EnergyMeter, idle_power
 from .errors import UserError
 from .experts import run_split
+from .masks import masked_loss, masks_of, mean_loss
 from .methods import Job, prune_targets
 from .model import Skipped, Target, check_length, check_model, find_blocks, find_targets, select_targets
 from .passes import PassSettings
@@ -209,6 +211,7 @@ class _Run:
             if config.needs_budgets:
                 with self.stages.timed("budgets"):
                     budgets = self._budgets(config, statistics)
+            check = self._check_begins(config, statistics)
             with self.stages.timed("prune"):
                 rows = prune_targets(
                     Job(
@@ -223,9 +226,11 @@ class _Run:
                         state=self.state,
                     )
                 )
+            if check is not None:
+                self._check_ends(check)
         self.stages.meter = None
         pruned = self.perplexity(windows, "pruned")
-        return self._report(config, rows, statistics, windows, dense, pruned, energy)
+        return self._report(config, rows, statistics, windows, dense, pruned, energy, check)
 
     def _identity(self) -> dict:
         """What a run and the one that goes on with it must have in common."""
@@ -280,7 +285,11 @@ class _Run:
 
     def _choose(self, statistics: Statistics, found: dict[str, PruneConfig]) -> tuple[dict, Factors | None]:
         """{"name": what was best, "start": the candidate it begins with, "losses": of all that was tried}; factors."""
-        held_out, losses, start = self._held_out(), {}, None
+        (held_out, unread), losses, start = self._held_out, {}, None
+        if not unread:
+            warnings.warn(
+                "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
+            )
         if self.config.allocation == "auto" and not self.config.nm:
             losses = choose.try_masks(self.model, held_out, self.targets, statistics, found, progress=self.progress)
             start = choose.best({name: loss for name, loss in losses.items() if found[name].allocation == "global"})
@@ -299,20 +308,51 @@ class _Run:
         chosen = {"name": name, "start": start, "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
         return (chosen, factors) if name in rounds else (chosen | {"start": name}, None)
 
-    def _held_out(self) -> Tensor:
-        """Windows of the calibration text that the statistics do not know, or else the last ones that they know."""
+    @cached_property
+    def _held_out(self) -> tuple[Tensor, bool]:
+        """Windows of the calibration text that the statistics do not know, or else the last ones; which of the two."""
         config, tokens = self.config, None
         if not isinstance(self.calibration, Tensor):
             settings = {name: getattr(config, name) for name in TEXT_NUMBERS}
             tokens = data.held_out_tokens(
                 self.calibration, self.tokenizer, **settings, bos=bool(self.bos), windows=choose.HELD_OUT
             )
-        if tokens is None:
+        if tokens is not None:
+            return tokens, True
+        if self.tokens is None:
+            self.read_text(calibration=True)
+        return self.tokens[-choose.HELD_OUT :], False
+
+    def _check_begins(self, config: PruneConfig, statistics: Statistics | None) -> dict | None:
+        """The loss of Wanda's masks on held-out text, before anything is pruned; None where there is no check."""
+        if not config.checks:
+            return None
+        if (kept := self.state.recall("check")) is not None:
+            return kept[1]
+        with self.stages.timed("check"):
+            try:
+                tokens, unread = self._held_out
+            except UserError as error:
+                warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
+                return None
+            masks = masks_of(replace(config, method="fwanda", allocation="uniform"), self.targets, statistics)
+            loss = masked_loss(self.model, tokens, self.targets, masks)
+        check = {"wanda": loss if math.isfinite(loss) else None, "held_out": unread}
+        self.state.keep("check", {}, check)
+        return check
+
+    def _check_ends(self, check: dict) -> None:
+        """Add the loss of the pruned model, and warn where Wanda's is lower."""
+        with self.stages.timed("check"):
+            loss = mean_loss(self.model, self._held_out[0])
+        check["pruned"] = loss if math.isfinite(loss) else None
+        if check["wanda"] is not None and loss > check["wanda"]:
+            where = "held-out calibration text" if check["held_out"] else "calibration text"
             warnings.warn(
-                "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
+                f"worse than Wanda on {where}: a loss of {loss:.3f}, where Wanda's masks give {check['wanda']:.3f}; "
+                f"try --allocation auto",
+                stacklevel=2,
             )
-            tokens = self.tokens[-choose.HELD_OUT :]
-        return tokens
 
     def _budgets(self, config: PruneConfig, statistics: Statistics | None) -> dict[str, Tensor]:
         if (kept := self.state.recall("budgets")) is not None:
@@ -412,7 +452,7 @@ class _Run:
         with self.stages.timed(f"eval_{label}"):
             return evaluate.perplexity(self.model, windows, progress=self.progress, label=f"{label} perplexity")
 
-    def _report(self, config: PruneConfig, rows, statistics, windows, dense, pruned, energy) -> Report:
+    def _report(self, config: PruneConfig, rows, statistics, windows, dense, pruned, energy, check) -> Report:
         parameters = list(self.model.parameters())
         perplexity = None
         if windows is not None:
@@ -444,6 +484,7 @@ class _Run:
             bos=self.bos,
             warnings=list(self.stages.notes),
             omega_floored_rows=count_floored_rows(statistics, self.targets) if uses_floor else None,
+            check=check,
             passes=None if statistics is None or self.given is not None else statistics.passes,
         )
 

@@ -72,6 +72,8 @@ class Report:
         bos: whether each window begins with BOS, None if no text was read.
         warnings: the warnings of the run, one line each.
         omega_floored_rows: rows whose omega met the floor, None if no method in use has one.
+        check: mean loss in nats on calibration text, of the pruned model (`pruned`) and of the dense model with Wanda's
+            masks (`wanda`), and whether calibration had not read it (`held_out`); None where there is no comparison.
         passes: how the calibration passes ran (micro_batch, compiled, checkpointing, compile_seconds), None without.
     """
 
@@ -90,6 +92,7 @@ class Report:
     bos: bool | None
     warnings: list[str]
     omega_floored_rows: int | None
+    check: dict | None
     passes: dict | None
 
     @property
@@ -287,6 +290,7 @@ _KINDS = {
     "bos": (bool, type(None)),
     "warnings": list,
     "omega_floored_rows": (int, type(None)),
+    "check": (dict, type(None)),
     "passes": (dict, type(None)),
 }
 _ROW_KINDS = {
