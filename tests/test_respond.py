@@ -177,3 +177,20 @@ def test_the_mask_of_a_run_is_that_of_its_factors():
         counts = masks[target.name]().sum(1)
         scale = statistics.layer(target.name).norm * factors.columns[target.name]
         assert torch.equal(masks[target.name](), fk.row_topk_mask(target.weight, scale, counts))
+
+
+def test_gradients_that_overflow_end_the_rounds_with_a_warning(monkeypatch):
+    model, targets, statistics, _ = prepared()
+
+    def overflow(self, found):
+        self.found.fill_(torch.inf)
+        self.passes += 1
+
+    monkeypatch.setattr(respond._Sums, "add", overflow)
+    with pytest.warns(UserWarning, match="overflow: the response ends after 0 rounds"):
+        factors, losses = respond.respond(
+            model, TOKENS, HELD_OUT, targets, statistics, CONFIG, settings=PassSettings(), progress=False
+        )
+    start = global_factors(CONFIG, targets, statistics)
+    assert list(losses) == ["round 0"]
+    assert all(torch.equal(factors.rows[t.name], start.rows[t.name]) for t in targets)

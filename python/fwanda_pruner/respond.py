@@ -15,6 +15,7 @@ used, and those of rows and columns are drawn towards the ratio of their matrix 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,6 +125,11 @@ def respond(
     for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if progress else True):
         chosen = torch.arange(index * size, (index + 1) * size) % len(tokens)
         factors = _moved(factors, _measure(model, tokens[chosen], targets, statistics, config, factors, settings))
+        if not factors.finite():
+            warnings.warn(
+                f"the gradients of the pruned model overflow: the response ends after {index} rounds", stacklevel=2
+            )
+            break
         loss = loss_of(factors)
         if loss < min(losses.values()):
             best = factors
