@@ -52,7 +52,7 @@ def test_a_tiny_run_measures_everything_and_leaves_one_file(tmp_path):
     assert len(runs) == 5
     for run in runs:
         assert {"calibrate", "budgets"} <= run["seconds"].keys()
-        outside = sum(run["seconds"].get(phase, 0) for phase in ("text", "save"))
+        outside = sum(run["seconds"].get(phase, 0) for phase in ("text", "check", "save"))
         assert run["total_seconds"] == pytest.approx(sum(run["seconds"].values()) - outside)
         assert run["energy"]["total"] == "not measured: the device is cpu"
         assert 0 < run["share_of_roof"] < 2 and run["times_floor"] > 0
