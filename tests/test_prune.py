@@ -282,7 +282,7 @@ def test_the_report_has_the_stable_keys_and_is_json(tmp_path):
     assert facts["energy"].startswith("not measured") and facts["peak_memory_bytes"] > 0
     assert facts["config"]["allocation"] == "row" and facts["config"]["power"] == 0.5
     assert len(facts["tokens_sha256"]) == 64 and isinstance(facts["bos"], bool)
-    assert set(facts["seconds"]) == {"text", "eval_dense", "calibrate", "budgets", "prune", "eval_pruned"}
+    assert set(facts["seconds"]) == {"text", "eval_dense", "calibrate", "budgets", "check", "prune", "eval_pruned"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
