@@ -65,9 +65,7 @@ def test_auto_is_the_candidate_with_the_lowest_loss_on_held_out_text(method, tex
     chosen = report.config["chosen"]
     assert report.config["allocation"] == "auto" and chosen["name"] == min(chosen["losses"], key=chosen["losses"].get)
     found = choose.candidates(PruneConfig(method=method, allocation="auto"))
-    config = found[chosen["start"]]
-    if chosen["name"] not in found:
-        config = replace(config, allocation="response")
+    config = found.get(chosen["name"]) or replace(found[chosen["start"]], allocation="response")
     names = ("allocation", "row_exponent", "layer_exponent")
     other = tiny.llama()
     fwanda_pruner.prune(other, tiny.tokenizer(), **{name: getattr(config, name) for name in names}, **settings)
@@ -83,7 +81,7 @@ def test_auto_takes_another_allocation_where_no_round_is_better(best, monkeypatc
     monkeypatch.setattr(respond, "masked_loss", lambda *args, **kwargs: 2.0)
     model, other = tiny.llama(), tiny.llama()
     report = fwanda_pruner.prune(model, config=CONFIG, calibration=TOKENS, progress=False)
-    assert report.config["chosen"]["name"] == report.config["chosen"]["start"] == best
+    assert report.config["chosen"]["name"] == best and report.config["chosen"]["start"].startswith("global")
     fwanda_pruner.prune(other, config=choose.candidates(CONFIG)[best], calibration=TOKENS, progress=False)
     assert all(
         torch.equal(a.weight, b.weight) for a, b in zip(find_targets(model)[0], find_targets(other)[0], strict=True)
@@ -149,3 +147,10 @@ def test_under_a_pattern_an_update_of_the_weights_leaves_nothing_to_choose():
     assert all(
         torch.equal(a.weight, b.weight) for a, b in zip(find_targets(model)[0], find_targets(other)[0], strict=True)
     )
+
+
+def test_auto_takes_uniform_where_nothing_of_the_fisher_information_is_known():
+    model = tiny.llama()
+    model.model.norm.weight.data.zero_()
+    report = fwanda_pruner.prune(model, config=CONFIG, calibration=TOKENS, progress=False)
+    assert report.config["chosen"]["name"] == "uniform"

@@ -108,10 +108,6 @@ class Factors:
     rows: dict[str, Tensor]
     columns: dict[str, Tensor]
 
-    def finite(self) -> bool:
-        """Whether all of them are; waits for the device once."""
-        return bool(torch.stack([t.isfinite().all() for t in self.tensors().values()]).all())
-
     def tensors(self) -> dict[str, Tensor]:
         """All of them by unique names."""
         return {f"{k}.{name}": t for k in ("rows", "columns") for name, t in getattr(self, k).items()}

@@ -280,8 +280,9 @@ class _Run:
             with self.stages.timed("choose"):
                 self.chosen, self.factors = self._choose(statistics, found)
             self.state.keep("chosen", self.factors.tensors() if self.factors else {}, self.chosen)
-        start = found.get(self.chosen["start"], config)
-        return start if self.factors is None else replace(start, allocation="response")
+        if self.factors is None:
+            return found[self.chosen["name"]]
+        return replace(found.get(self.chosen["start"], config), allocation="response")
 
     def _choose(self, statistics: Statistics, found: dict[str, PruneConfig]) -> tuple[dict, Factors | None]:
         """{"name": what was best, "start": the candidate it begins with, "losses": of all that was tried}; factors."""
@@ -292,21 +293,23 @@ class _Run:
             )
         if self.config.allocation == "auto" and not self.config.nm:
             losses = choose.try_masks(self.model, held_out, self.targets, statistics, found, progress=self.progress)
-            start = choose.best({name: loss for name, loss in losses.items() if found[name].allocation == "global"})
-        factors, rounds = respond(
-            self.model,
-            self.tokens,
-            held_out,
-            self.targets,
-            statistics,
-            found.get(start, self.config),
-            settings=PassSettings.of(self.config),
-            progress=self.progress,
-        )
+            start = min((name for name in losses if found[name].allocation == "global"), key=losses.get)
+        factors, rounds = None, {}
+        if start is None or math.isfinite(losses[start]):
+            factors, rounds = respond(
+                self.model,
+                self.tokens,
+                held_out,
+                self.targets,
+                statistics,
+                found.get(start, self.config),
+                settings=PassSettings.of(self.config),
+                progress=self.progress,
+            )
         losses |= rounds
         name = choose.best(losses)
         chosen = {"name": name, "start": start, "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
-        return (chosen, factors) if name in rounds else (chosen | {"start": name}, None)
+        return chosen, factors if name in rounds else None
 
     @cached_property
     def _held_out(self) -> tuple[Tensor, bool]:
@@ -343,14 +346,20 @@ class _Run:
 
     def _check_ends(self, check: dict) -> None:
         """Add the loss of the pruned model, and warn where Wanda's is lower."""
+        check["pruned"] = None
         with self.stages.timed("check"):
-            loss = mean_loss(self.model, self._held_out[0])
+            try:
+                loss = mean_loss(self.model, self._held_out[0])
+            except UserError as error:  # of the text, which an interrupted run could still read
+                warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
+                return
         check["pruned"] = loss if math.isfinite(loss) else None
         if check["wanda"] is not None and loss > check["wanda"]:
             where = "held-out calibration text" if check["held_out"] else "calibration text"
+            advice = "" if self.config.responds else "; try --allocation auto"
             warnings.warn(
-                f"worse than Wanda on {where}: a loss of {loss:.3f}, where Wanda's masks give {check['wanda']:.3f}; "
-                f"try --allocation auto",
+                f"worse than Wanda on {where}: a loss of {loss:.3f}, where Wanda's masks give "
+                f"{check['wanda']:.3f}{advice}",
                 stacklevel=2,
             )
 

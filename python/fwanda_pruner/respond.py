@@ -124,12 +124,13 @@ def respond(
     best, losses = factors, {"round 0": loss_of(factors)}
     for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if progress else True):
         chosen = torch.arange(index * size, (index + 1) * size) % len(tokens)
-        factors = _moved(factors, _measure(model, tokens[chosen], targets, statistics, config, factors, settings))
-        if not factors.finite():
+        sums = _measure(model, tokens[chosen], targets, statistics, config, factors, settings)
+        if not _finite(sums):
             warnings.warn(
-                f"the gradients of the pruned model overflow: the response ends after {index} rounds", stacklevel=2
+                f"gradients of the pruned model overflow: the response ends after {index} rounds", stacklevel=2
             )
             break
+        factors = _moved(factors, sums)
         loss = loss_of(factors)
         if loss < min(losses.values()):
             best = factors
@@ -139,14 +140,15 @@ def respond(
 
 def _measure(model, tokens, targets, statistics, config, factors, settings) -> dict[str, tuple[_Sums, _Sums]]:
     """One forward and backward pass of the pruned model over the tokens."""
-    masks = masks_of(config, targets, statistics, factors)
-    sums = {}
-    for target in targets:
-        scale = column_scale(statistics, factors, target.name)
-        squares = (target.weight.float().abs() * scale * factors.rows[target.name][:, None]).square()
-        squares.masked_fill_(masks[target.name](), 0)
-        rows, columns = squares.sum(1, dtype=torch.float64), squares.sum(0, dtype=torch.float64)
-        sums[target.name] = _Sums.of(rows), _Sums.of(columns)
+    with torch.inference_mode(False):  # the sums are added to in place
+        masks = masks_of(config, targets, statistics, factors)
+        sums = {}
+        for target in targets:
+            scale = column_scale(statistics, factors, target.name)
+            squares = (target.weight.float().abs() * scale * factors.rows[target.name][:, None]).square()
+            squares.masked_fill_(masks[target.name](), 0)
+            rows, columns = squares.sum(1, dtype=torch.float64), squares.sum(0, dtype=torch.float64)
+            sums[target.name] = _Sums.of(rows), _Sums.of(columns)
     passes = Passes(
         model=model,
         blocks=find_blocks(model)[1],
@@ -159,6 +161,11 @@ def _measure(model, tokens, targets, statistics, config, factors, settings) -> d
     with torch.inference_mode(False), torch.enable_grad(), frozen(model, backward=True):
         passes.run()
     return sums
+
+
+def _finite(sums: Mapping[str, tuple[_Sums, _Sums]]) -> bool:
+    """Whether all of them are; waits for the device once."""
+    return bool(torch.stack([s.squares.isfinite().all() for pair in sums.values() for s in pair]).all())
 
 
 class _Pruned:
