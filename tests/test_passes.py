@@ -8,9 +8,10 @@ import tiny
 import torch
 import transformers
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 import fwanda_pruner
-from fwanda_pruner import passes
+from fwanda_pruner import devices, passes
 from fwanda_pruner.calibrate import calibrate
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.head import backward_of_summed_loss, find_decoder
@@ -285,3 +286,19 @@ def test_each_module_keeps_its_training_mode():
 def test_a_wrapper_of_torch_compile_is_refused_in_one_line():
     with pytest.raises(UserError, match="give the model itself, model._orig_mod"):
         fwanda_pruner.prune(torch.compile(tiny.llama()), calibration=tiny.tokens(4, LENGTH), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "deterministic", "first"),
+    [((9, 0), 1, False, True), ((8, 0), 1, False, False), ((9, 0), 4, False, False), ((9, 0), 1, True, False)],
+)
+def test_hopper_takes_cudnn_s_attention_first(capability, heads, deterministic, first, monkeypatch):
+    model = tiny.llama(hidden_size=64, num_attention_heads=heads, num_key_value_heads=heads, head_dim=64 // heads)
+    monkeypatch.setattr(devices, "model_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    before = torch._C._get_sdp_priority_order()
+    with devices.fast_attention(model):
+        order = torch._C._get_sdp_priority_order()
+    assert (order[0] == int(SDPBackend.CUDNN_ATTENTION)) == first
+    assert torch._C._get_sdp_priority_order() == before

@@ -21,9 +21,16 @@ _EXPONENTS = ((0.75, 0.5), (1.0, 0.5), (1.0, 0.75), (0.75, 0.25), (0.5, 0.5), (0
 
 
 def candidates(config: PruneConfig) -> dict[str, PruneConfig]:
-    """What "auto" chooses from, by a short name: uniform rows as Wanda, the published rule, the global allocation."""
-    found = {name: replace(config, allocation=name) for name in ("uniform", "row")}
-    for b, c in _EXPONENTS:
+    """What a response can begin with, by a short name, and what "auto" chooses from besides.
+
+    "auto" has uniform rows as Wanda, the published rule and six settings of the global allocation; "response", and
+    both under a pattern, where exponents cancel, the global allocation as it is set.
+    """
+    found, exponents = {}, ((config.row_exponent, config.layer_exponent),)
+    if config.allocation == "auto" and not config.nm:
+        found = {name: replace(config, allocation=name) for name in ("uniform", "row")}
+        exponents = _EXPONENTS
+    for b, c in exponents:
         found[f"global b={b:g} c={c:g}"] = replace(config, allocation="global", row_exponent=b, layer_exponent=c)
     return found
 

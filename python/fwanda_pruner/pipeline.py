@@ -282,34 +282,34 @@ class _Run:
             self.state.keep("chosen", self.factors.tensors() if self.factors else {}, self.chosen)
         if self.factors is None:
             return found[self.chosen["name"]]
-        return replace(found.get(self.chosen["start"], config), allocation="response")
+        return replace(found[self.chosen["start"]], allocation="response")
 
     def _choose(self, statistics: Statistics, found: dict[str, PruneConfig]) -> tuple[dict, Factors | None]:
-        """{"name": what was best, "start": the candidate it begins with, "losses": of all that was tried}; factors."""
-        (held_out, unread), losses, start = self._held_out, {}, None
+        """{"name": the best, "start": what the rounds begin with, "losses"}; and the factors if a round is best."""
+        held_out, unread = self._held_out
         if not unread:
             warnings.warn(
                 "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
             )
-        if self.config.allocation == "auto" and not self.config.nm:
-            losses = choose.try_masks(self.model, held_out, self.targets, statistics, found, progress=self.progress)
-            start = min((name for name in losses if found[name].allocation == "global"), key=losses.get)
-        factors, rounds = None, {}
-        if start is None or math.isfinite(losses[start]):
+        losses = choose.try_masks(self.model, held_out, self.targets, statistics, found, progress=self.progress)
+        start = min((name for name in losses if found[name].allocation == "global"), key=losses.get)
+        factors = None
+        if math.isfinite(losses[start]):
             factors, rounds = respond(
                 self.model,
                 self.tokens,
                 held_out,
                 self.targets,
                 statistics,
-                found.get(start, self.config),
+                found[start],
+                losses[start],
                 settings=PassSettings.of(self.config),
                 progress=self.progress,
             )
-        losses |= rounds
+            losses |= rounds
         name = choose.best(losses)
         chosen = {"name": name, "start": start, "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
-        return chosen, factors if name in rounds else None
+        return chosen, None if name in found else factors
 
     @cached_property
     def _held_out(self) -> tuple[Tensor, bool]:

@@ -73,7 +73,8 @@ class Report:
         warnings: the warnings of the run, one line each.
         omega_floored_rows: rows whose omega met the floor, None if no method in use has one.
         check: mean loss in nats on calibration text, of the pruned model (`pruned`) and of the dense model with Wanda's
-            masks (`wanda`), and whether calibration had not read it (`held_out`); None where there is no comparison.
+            masks (`wanda`), and whether calibration had not read it (`held_out`; a response chooses its round on it);
+            None where there is no comparison.
         passes: how the calibration passes ran (micro_batch, compiled, checkpointing, compile_seconds), None without.
     """
 

@@ -31,14 +31,13 @@ from .calibrate import Statistics, frozen
 from .config import PruneConfig
 from .masks import Masks, column_scale, masked_loss, masks_of
 from .model import Target, find_blocks
-from .passes import Passes, PassSettings
+from .passes import Passes, PassFacts, PassSettings
 
 ROUNDS = 8
 _ROUND_TOKENS = 32768
 _MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # of the way to a measured ratio, in the logarithm
 _CALLS = 8  # backward passes of a round, at least, where there are as many windows
 _MATRIX_BOUND, _LINE_BOUND = 5.0, 10.0  # of a ratio in one round
-_LEAST = 0.02  # of the median ratio, for a matrix whose removed weights the loss does not miss
 
 
 @dataclass
@@ -90,11 +89,12 @@ def respond(
     targets: Sequence[Target],
     statistics: Statistics,
     config: PruneConfig,
+    loss: float,
     *,
     settings: PassSettings,
     progress: bool = True,
-) -> tuple[Factors, dict[str, float]]:
-    """The factors that do best on held-out text: those of the global allocation, or of one of the rounds after it.
+) -> tuple[Factors | None, dict[str, float]]:
+    """The factors of the round whose masks do best on held-out text.
 
     Args:
         model: a dense causal language model in eval mode; its weights are as before afterwards.
@@ -102,53 +102,61 @@ def respond(
         held_out: [S', L] int64 windows, better not those of the calibration.
         targets: its matrices.
         statistics: of the dense model, with g2.
-        config: resolved; sparsity, pattern and the exponents of the global allocation count.
-        settings: how the passes run.
+        config: resolved; sparsity, pattern and the exponents of the global allocation count, with which it begins.
+        loss: mean next-token loss of the masks it begins with on the held-out text, in nats.
+        settings: how the passes run; never compiled.
         progress: show a bar.
 
     Returns:
-        The factors; and "round 0" (the global allocation), "round 1", ... -> mean next-token loss of the masks on the
-        held-out text, in nats.
+        The factors, None where no round is below `loss`; and "round 1", "round 2", ... -> such a loss.
 
     Raises:
         UserError: the Fisher information is 0 everywhere, or the memory does not suffice.
     """
-    factors = global_factors(config, targets, statistics)
+    if settings.compile == "on":
+        warnings.warn("the pruned model is measured without compiled blocks, in spite of --compile on", stacklevel=2)
     size = min(len(tokens), math.ceil(_ROUND_TOKENS / tokens.shape[1]))
     # small passes, since the differences between them tell the noise
-    settings = replace(settings, compile="off", micro_batch=max(1, size // _CALLS))
-
-    def loss_of(factors: Factors) -> float:
-        return masked_loss(model, held_out, targets, masks_of(config, targets, statistics, factors))
-
-    best, losses = factors, {"round 0": loss_of(factors)}
+    micro_batch = min(settings.micro_batch or size, max(1, size // _CALLS))
+    settings = replace(settings, compile="off", micro_batch=micro_batch)
+    if statistics.passes and statistics.passes["checkpointing"]:
+        settings = replace(settings, checkpointing="on")
+    factors = global_factors(config, targets, statistics)
+    masks = masks_of(config, targets, statistics, factors)
+    best, losses = None, {}
     for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if progress else True):
         chosen = torch.arange(index * size, (index + 1) * size) % len(tokens)
-        sums = _measure(model, tokens[chosen], targets, statistics, config, factors, settings)
-        if not _finite(sums):
-            warnings.warn(
-                f"gradients of the pruned model overflow: the response ends after {index} rounds", stacklevel=2
-            )
+        sums = _sums_of_removed(targets, statistics, factors, masks)
+        facts = _measure(model, tokens[chosen], targets, masks, sums, settings)
+        settings = replace(settings, micro_batch=facts.micro_batch)  # what fits
+        if facts.checkpointing:
+            settings = replace(settings, checkpointing="on")
+        if why := _unusable(sums):
+            warnings.warn(f"{why}: the response ends after {index} rounds", stacklevel=2)
             break
         factors = _moved(factors, sums)
-        loss = loss_of(factors)
-        if loss < min(losses.values()):
-            best = factors
-        losses[f"round {index + 1}"] = loss
+        masks = masks_of(config, targets, statistics, factors)
+        losses[f"round {index + 1}"] = found = masked_loss(model, held_out, targets, masks)
+        if found < loss:
+            best, loss = factors, found
     return best, losses
 
 
-def _measure(model, tokens, targets, statistics, config, factors, settings) -> dict[str, tuple[_Sums, _Sums]]:
-    """One forward and backward pass of the pruned model over the tokens."""
-    with torch.inference_mode(False):  # the sums are added to in place
-        masks = masks_of(config, targets, statistics, factors)
-        sums = {}
+def _sums_of_removed(targets, statistics, factors: Factors, masks: Masks) -> dict[str, tuple[_Sums, _Sums]]:
+    """name -> sums of the rows and of the columns, with what the scores predict."""
+    sums = {}
+    with torch.inference_mode(False):  # they are added to in place
         for target in targets:
             scale = column_scale(statistics, factors, target.name)
             squares = (target.weight.float().abs() * scale * factors.rows[target.name][:, None]).square()
             squares.masked_fill_(masks[target.name](), 0)
             rows, columns = squares.sum(1, dtype=torch.float64), squares.sum(0, dtype=torch.float64)
             sums[target.name] = _Sums.of(rows), _Sums.of(columns)
+    return sums
+
+
+def _measure(model, tokens, targets, masks: Masks, sums: dict[str, tuple[_Sums, _Sums]], settings) -> PassFacts:
+    """Forward and backward passes of the pruned model over the tokens, which add to the sums."""
     passes = Passes(
         model=model,
         blocks=find_blocks(model)[1],
@@ -159,13 +167,17 @@ def _measure(model, tokens, targets, statistics, config, factors, settings) -> d
         beside=_Pruned(targets, masks, sums),
     )
     with torch.inference_mode(False), torch.enable_grad(), frozen(model, backward=True):
-        passes.run()
-    return sums
+        return passes.run()[1]
 
 
-def _finite(sums: Mapping[str, tuple[_Sums, _Sums]]) -> bool:
-    """Whether all of them are; waits for the device once."""
-    return bool(torch.stack([s.squares.isfinite().all() for pair in sums.values() for s in pair]).all())
+def _unusable(sums: Mapping[str, tuple[_Sums, _Sums]]) -> str | None:
+    """Why no step follows from the sums, None if one does; waits for the device once."""
+    finite = torch.stack([s.squares.isfinite().all() for pair in sums.values() for s in pair]).all()
+    missed = torch.stack([rows.found.sum() > 0 for rows, _ in sums.values()]).any()
+    finite, missed = torch.stack([finite, missed]).tolist()
+    if not finite:
+        return "gradients of the pruned model overflow"
+    return None if missed else "the loss misses the removed weights of no matrix"
 
 
 class _Pruned:
@@ -213,14 +225,14 @@ class _PrunedLinear(torch.autograd.Function):
         return gradient @ (target.weight * kept), None, None, None
 
 
-def _moved(factors: Factors, sums: Mapping[str, _Sums]) -> Factors:
+def _moved(factors: Factors, sums: Mapping[str, tuple[_Sums, _Sums]]) -> Factors:
     """The factors a step towards the measured ratios; those of a matrix that saw no token stay."""
     answered = {name: pair for name, pair in sums.items() if pair[0].passes}
     found = torch.stack([rows.found.sum() for rows, _ in answered.values()])
     predicted = torch.stack([rows.predicted.sum() for rows, _ in answered.values()])
     ratios = torch.where(predicted > 0, found / predicted, 0)
-    middle = ratios[ratios > 0].median() if bool((ratios > 0).any()) else ratios.new_ones(())
-    ratios = torch.where(predicted > 0, ratios.clamp(min=_LEAST * middle), middle)
+    middle = ratios[ratios > 0].median()
+    ratios = torch.where(predicted > 0, ratios, middle)  # nothing was removed
     steps = (ratios / middle).clamp(1 / _MATRIX_BOUND, _MATRIX_BOUND) ** (_MATRIX_STEP / 2)
     rows, columns = dict(factors.rows), dict(factors.columns)
     for (name, (of_rows, of_columns)), ratio, step in zip(answered.items(), ratios, steps, strict=True):
