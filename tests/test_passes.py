@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend
 
 import fwanda_pruner
 from fwanda_pruner import devices, passes
-from fwanda_pruner.calibrate import calibrate
+from fwanda_pruner.calibrate import calibrate, frozen
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.head import backward_of_summed_loss, find_decoder
-from fwanda_pruner.model import find_targets
+from fwanda_pruner.model import find_blocks, find_targets
 from fwanda_pruner.passes import PassSettings
 
 SAMPLES, LENGTH = 7, 24
@@ -273,6 +273,16 @@ def test_compiled_blocks_that_hide_inputs_are_noticed(monkeypatch, quick_compile
     monkeypatch.setattr(passes.Passes, "_should_compile", lambda self, how, *_: how != "off")
     with pytest.warns(UserWarning, match="going on without: compiled blocks do not show"):
         other = measure(model, tokens)
+    assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
+
+
+def test_compiled_calls_without_hooks_are_not_mistaken_for_those_with(quick_compile):
+    tokens, model = tiny.tokens(SAMPLES, LENGTH), tiny.llama()
+    one = measure(tiny.llama(), tokens)
+    bare = passes.Passes(model, find_blocks(model)[1], {}, tokens, backward=True, settings=PassSettings(2, "on"))
+    with frozen(model, backward=True):
+        assert bare.run()[1].compiled
+    other = measure(model, tokens, micro_batch=2, compile="on")
     assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fwanda_kernels as fk
 
@@ -57,6 +58,25 @@ def _pattern_mask(target: Target, scale: Tensor, n: int, m: int) -> Tensor:
     mask = torch.ones_like(weight, dtype=torch.bool)
     mask[:, :whole] = fk.nm_mask(weight[:, :whole], scale[:whole], n, m)
     return mask
+
+
+def kept_as_bits(masks: Masks) -> Masks:
+    """The same masks, selected once and held in one bit a weight, for uses in quick succession."""
+    return {name: _Bits(mask()) for name, mask in masks.items()}
+
+
+class _Bits:
+    """A mask in an eighth of its bytes; a call gives it."""
+
+    def __init__(self, mask: Tensor):
+        self._shape = mask.shape
+        self._places = (2 ** torch.arange(8, device=mask.device)).to(torch.uint8)
+        bits = functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
+        self._bytes = (bits * self._places).sum(1, dtype=torch.uint8)
+
+    def __call__(self) -> Tensor:
+        bits = (self._bytes[:, None] & self._places) != 0
+        return bits.flatten()[: self._shape.numel()].view(self._shape)
 
 
 def masked_loss(model: nn.Module, tokens: Tensor, targets: Sequence[Target], masks: Masks) -> float:

@@ -278,7 +278,8 @@ class _CompileError(Exception):
 def _call(block: nn.Module, observed: bool, *args, **kwargs):
     """A call of a block, to be compiled. The compiler looks calls up by code and arguments and compares no hooks: a
     function of our own, told whether there are any, is never mixed up with other compiled calls of the block."""
-    return block._call_impl(*args, **kwargs)
+    call = block._call_impl
+    return call(*args, **kwargs) if observed else call(*args, **kwargs)  # only what is read is compared
 
 
 class _Compiled:

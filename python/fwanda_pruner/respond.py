@@ -29,7 +29,7 @@ from .attributes import replaced
 from .budgets import Factors, global_factors
 from .calibrate import Statistics, frozen
 from .config import PruneConfig
-from .masks import Masks, column_scale, masked_loss, masks_of
+from .masks import Masks, column_scale, kept_as_bits, masked_loss, masks_of
 from .model import Target, find_blocks
 from .passes import Passes, PassFacts, PassSettings
 
@@ -122,7 +122,7 @@ def respond(
     if statistics.passes and statistics.passes["checkpointing"]:
         settings = replace(settings, checkpointing="on")
     factors = global_factors(config, targets, statistics)
-    masks = masks_of(config, targets, statistics, factors)
+    masks = kept_as_bits(masks_of(config, targets, statistics, factors))
     best, losses = None, {}
     for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if progress else True):
         chosen = torch.arange(index * size, (index + 1) * size) % len(tokens)
@@ -135,7 +135,7 @@ def respond(
             warnings.warn(f"{why}: the response ends after {index} rounds", stacklevel=2)
             break
         factors = _moved(factors, sums)
-        masks = masks_of(config, targets, statistics, factors)
+        masks = kept_as_bits(masks_of(config, targets, statistics, factors))
         losses[f"round {index + 1}"] = found = masked_loss(model, held_out, targets, masks)
         if found < loss:
             best, loss = factors, found
