@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import families
 import pytest
@@ -12,7 +13,7 @@ import fwanda_pruner
 from fwanda_pruner import PruneConfig, respond
 from fwanda_pruner.budgets import Factors, global_factors, keep_total
 from fwanda_pruner.calibrate import Statistics, calibrate
-from fwanda_pruner.masks import masks_of
+from fwanda_pruner.masks import kept_as_bits, masks_of
 from fwanda_pruner.model import find_targets
 from fwanda_pruner.passes import PassFacts, PassSettings
 
@@ -75,6 +76,13 @@ def test_the_sums_are_the_derivatives_of_the_pruned_model(family, settings):
         assert torch.allclose(rows.predicted, squares.sum(1)) and torch.allclose(columns.predicted, squares.sum(0))
         assert torch.equal(target.weight, dense[target.name])
         assert "forward" not in vars(target.module)
+
+
+def test_masks_kept_as_bits_are_the_same_masks():
+    for shape in ((1, 1), (3, 5), (4, 16)):
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.5
+        kept = kept_as_bits({"matrix": lambda mask=mask: mask})["matrix"]
+        assert torch.equal(kept(), mask) and kept().dtype == torch.bool
 
 
 def sums_of(predicted, *found) -> respond._Sums:
@@ -261,9 +269,11 @@ def test_under_a_pattern_the_columns_decide():
     assert not all(torch.equal(a.weight, b.weight) for a, b in pairs)
 
 
-def test_the_mask_of_a_run_is_that_of_its_factors():
+@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
+def test_the_mask_of_a_run_is_that_of_its_factors(method):
     model, (dense, targets, statistics, _) = families.build("mistral"), prepared()
-    fwanda_pruner.prune(model, config=CONFIG, calibration=TOKENS, statistics=statistics, progress=False)
+    config = replace(CONFIG, method=method)
+    fwanda_pruner.prune(model, config=config, calibration=TOKENS, statistics=statistics, progress=False)
     factors, _ = response(dense, targets, statistics, held_out=TOKENS[-8:])
     masks = masks_of(CONFIG, targets, statistics, factors)
     for target, pruned in zip(targets, find_targets(model)[0], strict=True):

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 import fwanda_pruner
-from fwanda_pruner import cli, sweep, sweep_report
+from fwanda_pruner import cli, pipeline, sweep, sweep_report
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.sweep import RECIPES, Recipe
 
@@ -90,6 +90,24 @@ def test_statistics_are_measured_once_for_all_cells_of_a_text(recipe, tmp_path, 
     monkeypatch.setattr(sweep, "collect", count)
     run(Recipe.load(recipe(seeds=[0, 1])), tmp_path / "out")
     assert collected == [0, 1]
+
+
+def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, monkeypatch, few_rounds):
+    chosen, plain = [], pipeline.respond
+
+    def count(*args, **kwargs):
+        chosen.append(args[5])
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "respond", count)
+    cells = [{"method": ["fwanda", "fsparsegpt"], "allocation": ["response", "auto"], "bos": "none"}]
+    found = Recipe.load(recipe(cells, seeds=[0, 1]))
+    cells = run(found, tmp_path / "out")
+    assert len(chosen) == 4  # of 8 cells
+    for config, cell in zip(found.cells[::3], cells[::3], strict=True):
+        alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
+        assert cell["perplexity"] == alone.perplexity["pruned"]
+        assert cell["report"]["config"]["chosen"] == alone.config["chosen"]
 
 
 def test_finished_cells_do_not_run_again(recipe, tmp_path, monkeypatch):

@@ -34,12 +34,12 @@ def masks_of(
     """
     scales = {t.name: column_scale(statistics, factors, t.name) for t in targets}
     if config.nm:
-        return {t.name: partial(_pattern_mask, t, scales[t.name], *config.nm) for t in targets}
+        return {t.name: partial(pattern_mask, t, scales[t.name], *config.nm) for t in targets}
     if factors is None:
         budgets = keep_budgets(config, list(targets), statistics)
     else:
         budgets = threshold_budgets(config, targets, statistics, factors)
-    return {t.name: partial(_row_mask, t, scales[t.name], budgets[t.name]) for t in targets}
+    return {t.name: partial(row_mask, t, scales[t.name], budgets[t.name]) for t in targets}
 
 
 def column_scale(statistics: Statistics, factors: Factors | None, name: str) -> Tensor:
@@ -48,11 +48,13 @@ def column_scale(statistics: Statistics, factors: Factors | None, name: str) -> 
     return norm if factors is None else norm * factors.columns[name]
 
 
-def _row_mask(target: Target, scale: Tensor, keep: Tensor) -> Tensor:
+def row_mask(target: Target, scale: Tensor, keep: Tensor) -> Tensor:
+    """[R, C] bool: in row i the keep[i] largest |W| * scale."""
     return fk.row_topk_mask(target.weight, scale, keep)
 
 
-def _pattern_mask(target: Target, scale: Tensor, n: int, m: int) -> Tensor:
+def pattern_mask(target: Target, scale: Tensor, n: int, m: int) -> Tensor:
+    """[R, C] bool: of every m columns the n largest |W| * scale; columns left over stay."""
     weight = target.weight
     whole = weight.shape[1] - weight.shape[1] % m
     mask = torch.ones_like(weight, dtype=torch.bool)

@@ -17,7 +17,7 @@ from .budgets import Factors, floored_omega, keep_total
 from .calibrate import Statistics, warn_unseen
 from .config import PruneConfig
 from .errors import UserError
-from .masks import column_scale
+from .masks import column_scale, row_mask
 from .model import Target
 from .passes import PassSettings
 from .report import MatrixRow
@@ -255,12 +255,16 @@ def _retried_factor(name: str, hessian: Tensor) -> Tensor:
 
 def _prune_by_obs(job: Job, target: Target, factor: Tensor) -> None:
     config, weight, budgets = job.config, target.weight, job.budgets
+    if job.factors is not None:  # measured in every row and column, so nothing is left to select
+        mask = row_mask(target, column_scale(job.statistics, job.factors, target.name), budgets[target.name])
+        fk.obs_prune_(weight, factor=factor, mask=mask)
+        return
     selection: dict = {"sparsity": config.removed}
     if config.nm:
         selection = {"pattern": config.nm}
     elif config.allocation == "row":
         selection = {"keep": budgets[target.name]}
-    elif config.allocation in ("global", "response"):
+    elif config.allocation == "global":
         size = weight.numel()
         selection = {"sparsity": Fraction(size - int(budgets[target.name].sum()), size)}
     row_weight = None

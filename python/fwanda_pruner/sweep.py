@@ -21,6 +21,7 @@ from .errors import UserError, one_line
 from .model import Target, find_targets
 from .pipeline import collect, evaluate_model, prune
 from .report import Report
+from .resume import RunState
 from .save import atomic_file
 from .tasks import check_tasks, evaluate_tasks
 
@@ -144,6 +145,7 @@ def run(
     targets = find_targets(model)[0]
     dense = {target.name: target.weight.to("cpu", copy=True) for target in targets}
     cells: dict[PruneConfig, dict] = {}
+    choices: dict[PruneConfig, tuple] = {}
     shared: tuple[tuple, Statistics] | None = None
     for index, config in enumerate(sorted(recipe.cells, key=_calibration)):
         path = output / _CELLS / f"{_key(config, recipe, source, limit)}.json"
@@ -156,9 +158,11 @@ def run(
         asked = config
         before = _dense_facts(model, tokenizer, config, recipe, output, tasks, source)
         config = replace(config, bos={True: "window", False: "none", None: config.bos}[before.get("bos")])
+        state = RunState()
         if recipe.share_statistics and config.reads_statistics:
             shared = _shared(model, tokenizer, config, recipe, shared, progress)
-        cell = _cell(model, tokenizer, config, recipe, shared, targets, dense, tasks, progress)
+            state = _Choices(choices, config)
+        cell = _cell(model, tokenizer, config, recipe, shared, state, targets, dense, tasks, progress)
         cell = {"model": source, **cell, "dense": before}
         with atomic_file(path) as temporary:
             temporary.write_text(json.dumps(cell) + "\n", encoding="utf-8")
@@ -227,12 +231,30 @@ def _shared(model, tokenizer, config: PruneConfig, recipe: Recipe, last, progres
     return key, collect(model, tokenizer, config=config, progress=progress)
 
 
-def _cell(model, tokenizer, config, recipe, shared, targets: list[Target], dense, tasks: dict, progress: bool) -> dict:
+class _Choices(RunState):
+    """What "auto" and "response" chose for a cell serves those that do something else with the same masks."""
+
+    def __init__(self, choices: dict[PruneConfig, tuple], config: PruneConfig):
+        super().__init__()
+        self._choices = choices
+        self._key = replace(config, method="fwanda", order="onepass")
+
+    def recall(self, stage: str) -> tuple[dict[str, Tensor], dict] | None:
+        return self._choices.get(self._key) if stage == "chosen" else None
+
+    def keep(self, stage: str, tensors: dict[str, Tensor], facts: dict | None = None) -> None:
+        if stage == "chosen":
+            self._choices[self._key] = tensors, facts
+
+
+def _cell(
+    model, tokenizer, config, recipe, shared, state, targets: list[Target], dense, tasks: dict, progress: bool
+) -> dict:
     """Prune, evaluate, and put the dense weights back."""
     statistics = shared[1] if shared is not None and recipe.share_statistics and config.reads_statistics else None
     try:
         settings = replace(config, eval=None)
-        report = prune(model, tokenizer, config=settings, statistics=statistics, progress=progress)
+        report = prune(model, tokenizer, config=settings, statistics=statistics, state=state, progress=progress)
         found = _measured(model, tokenizer, config, recipe, tasks)
         return {
             "report": report.to_dict() | {"config": report.config | {"eval": config.eval}},

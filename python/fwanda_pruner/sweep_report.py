@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .config import PruneConfig
+from .config import RESPONSES, PruneConfig
 from .errors import UserError
 from .save import atomic_file
 from .sweep import describe
@@ -33,7 +33,7 @@ class Line:
 
     def values(self, name: str) -> list[float]:
         """A figure for each seed; empty if a seed lacks it."""
-        found = [_FIGURES[name](cell) for cell in self.cells]
+        found = [FIGURES[name](cell) for cell in self.cells]
         return [] if None in found else found
 
     def mean(self, name: str) -> float | None:
@@ -46,7 +46,7 @@ def _task(cell: dict, name: str) -> float | None:
     return ((cell.get("lm_eval") or {}).get("tasks", {}).get(name) or {}).get("acc")
 
 
-_FIGURES = {
+FIGURES = {
     "perplexity": lambda cell: cell.get("perplexity"),
     "of dense": lambda cell: cell["perplexity"] / cell["dense"]["perplexity"] if cell.get("perplexity") else None,
     "zero-shot": lambda cell: _task(cell, "zeroshot"),
@@ -99,7 +99,7 @@ def markdown(found: list[Line]) -> str:
 
 
 def _table(protocol: str, group: list[Line]) -> str:
-    shown = [name for name in _FIGURES if any(line.values(name) for line in group)]
+    shown = [name for name in FIGURES if any(line.values(name) for line in group)]
     head = ["settings", "seeds", *shown]
     rows = [[line.label, str(len(line.cells)), *(_cell(line, name) for name in shown)] for line in group]
     first = group[0].cells[0]
@@ -114,7 +114,7 @@ def _table(protocol: str, group: list[Line]) -> str:
 
 
 def _of_dense(cell: dict, name: str) -> float | None:
-    return _FIGURES[name](cell["dense"]) if name in ("perplexity", "zero-shot", "mmlu") else None
+    return FIGURES[name](cell["dense"]) if name in ("perplexity", "zero-shot", "mmlu") else None
 
 
 def _protocol(cell: dict) -> str:
@@ -135,11 +135,11 @@ def _csv(found: list[Line]) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
     settings = list(found[0].config.to_dict())
-    writer.writerow(["model", "label", *settings, *_FIGURES])
+    writer.writerow(["model", "label", *settings, *FIGURES])
     for line in found:
         for cell in line.cells:
             config = cell["report"]["config"]
-            figures = [_FIGURES[name](cell) for name in _FIGURES]
+            figures = [FIGURES[name](cell) for name in FIGURES]
             writer.writerow([cell["model"], line.label, *(config.get(key) for key in settings), *figures])
     return text.getvalue()
 
@@ -151,7 +151,7 @@ def _pictures(found: list[Line], output: Path) -> list[Path]:
     drawn = [
         ("perplexity-by-sparsity", _by_sparsity, [x for x in found if x.values("perplexity") and not x.config.pattern]),
         ("perplexity-by-energy", _by_energy, [x for x in found if x.values("perplexity") and x.values("kJ")]),
-        ("sparsity-by-block", _sparsity_by_block, [x for x in found if x.config.allocation == "global"]),
+        ("sparsity-by-block", _sparsity_by_block, [x for x in found if x.config.allocation in ("global", *RESPONSES)]),
         ("disagreement-by-block", _disagreement_by_block, [x for x in found if x.cells[0]["disagreement"]]),
         ("kept-in-rows", _kept, [x for x in found if not x.config.pattern]),
     ]

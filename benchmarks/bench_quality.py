@@ -1,0 +1,151 @@
+"""Perplexity and accuracy of pruned models: the sweeps of a model, as one JSON file that names card and versions.
+
+    python benchmarks/bench_quality.py smollm2 sparsity two-four --calibration c4.jsonl --eval test.txt --output DIR
+    python benchmarks/bench_quality.py --tables [--readme]
+
+The first form runs recipes of `fwanda sweep`; each has a folder in DIR, and a run that was interrupted goes on there. The
+pictures are drawn by `fwanda sweep` with the same folder. Prints the paths of the JSON files, in benchmarks/results/.
+The second form prints the tables of all such files there, and puts them between the markers of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import transformers
+from conftest import RESULTS, machine
+
+from fwanda_pruner import PruneConfig, sweep
+from fwanda_pruner.config import DTYPES
+from fwanda_pruner.load import load_model
+from fwanda_pruner.sweep_report import FIGURES, Line, lines
+
+README = RESULTS.parent.parent / "README.md"
+BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
+OVERRIDES = ("calibration", "eval", "dtype", "bos")
+PROTOCOL = ("seqlen", "windows", "tokens_sha256", "bos", "tokenizer")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="as for fwanda sweep")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as for fwanda sweep")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the cells go")
+    parser.add_argument("--calibration", help="text in place of the recipe's")
+    parser.add_argument("--eval", help="text in place of the recipe's")
+    parser.add_argument("--eval-data", metavar="DIR", help="data sets of the tasks")
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--bos", choices=("auto", "none", "window"))
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON files go")
+    parser.add_argument("--tables", action="store_true", help="print the tables of the JSON files and exit")
+    parser.add_argument("--readme", action="store_true", help="with --tables: put them into README.md")
+    args = parser.parse_args(arguments)
+    if args.tables:
+        tables(sorted(args.results.glob("quality-*.json")), readme=args.readme)
+    elif not (args.model and args.recipes and args.output):
+        parser.error("give a model, recipes and --output, or --tables")
+    else:
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
+    recipes = {name: sweep.Recipe.load(name, given) for name in args.recipes}
+    device = next(iter(recipes.values())).cells[0].device
+    model, tokenizer = load_model(args.model, device=device, dtype=args.dtype)
+    args.results.mkdir(parents=True, exist_ok=True)
+    for name, recipe in recipes.items():
+        start = time.perf_counter()
+        folder = args.output / Path(name).stem
+        cells = sweep.run(model, tokenizer, recipe, folder, source=args.model, eval_data=args.eval_data)
+        result = result_of(Path(name).stem, lines(recipe.cells, cells), next(model.parameters()).device.type)
+        result |= {"seconds": time.perf_counter() - start, "dtype": str(model.dtype).removeprefix("torch.")}
+        slug = re.sub(r"[^a-z0-9.]+", "-", f"{Path(args.model).name} {result['recipe']} {result['card']}".lower())
+        path = args.results / f"quality-{slug}-{result['date']}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(path)
+
+
+def result_of(recipe: str, found: list[Line], device: str) -> dict:
+    """A sweep as JSON values: what ran on what, and each line with the figures of every seed."""
+    first = found[0].cells[0]
+    facts = {"kind": "quality", "recipe": recipe, **machine(device), "transformers": transformers.__version__}
+    facts["model"] = first["model"]
+    facts["protocol"] = {key: first.get(key) for key in PROTOCOL}
+    facts["calibration"] = {key: getattr(found[0].config, key) for key in ("nsamples", "seqlen")}
+    facts["dense"] = figures([first["dense"]], ("perplexity", "zero-shot", "mmlu"))
+    return facts | {"lines": [line_of(line) for line in found]}
+
+
+def line_of(line: Line) -> dict:
+    """A line of a sweep as JSON values; figures have a value for each seed."""
+    config: PruneConfig = line.config
+    settings = {key: getattr(config, key) for key in ("method", "allocation", "sparsity", "pattern")}
+    chosen = [cell["report"]["config"].get("chosen") for cell in line.cells]
+    tasks = [(cell.get("lm_eval") or {}).get("tasks") for cell in line.cells]
+    return {
+        "label": line.label,
+        **settings,
+        "seeds": [cell["report"]["config"]["seed"] for cell in line.cells],
+        **figures(line.cells, FIGURES),
+        "chosen": chosen if any(chosen) else None,
+        "tasks": tasks if any(tasks) else None,
+    }
+
+
+def figures(cells: Iterable[dict], names: Iterable[str]) -> dict[str, list[float]]:
+    """name -> a value for each cell, of those that every cell has."""
+    found = {name: [FIGURES[name](cell) for cell in cells] for name in names}
+    return {name: values for name, values in found.items() if None not in values}
+
+
+def tables(paths: list[Path], *, readme: bool) -> None:
+    text = "\n".join(table(json.loads(path.read_text())) for path in paths)
+    print(text)
+    if readme:
+        head, rest = README.read_text().split(BEGIN)
+        README.write_text(head + BEGIN + "\n" + text + END + rest.split(END)[1])
+
+
+def table(result: dict) -> str:
+    """Markdown: a row for each method and allocation, a column for each sparsity or pattern, over the dense model's."""
+    protocol = result["protocol"]
+    columns = list(dict.fromkeys(line["pattern"] or line["sparsity"] for line in result["lines"]))
+    rows: dict[str, dict[str, dict]] = {}
+    for line in result["lines"]:
+        rows.setdefault(f"{line['method']} {line['allocation']}", {})[line["pattern"] or line["sparsity"]] = line
+    names = [name for name in ("perplexity", "zero-shot", "mmlu") if any(name in line for line in result["lines"])]
+    head = [f"{name}, {column} removed" if ":" not in column else f"{name}, {column}" for name in names for column in columns]
+    body = [
+        [label, *(shown(by.get(column, {}).get(name), name) for name in names for column in columns)]
+        for label, by in rows.items()
+    ]
+    dense = ", ".join(f"{name} {shown(values, name)}" for name, values in result["dense"].items())
+    seeds = len(result["lines"][0]["seeds"])
+    return "\n".join([
+        f"{result['model']}, {result['dtype']}, {result['card']}, driver {result['driver']}, torch {result['torch']}, "
+        f"{result['date']}; calibrated on {result['calibration']['nsamples']} x {result['calibration']['seqlen']} tokens, "
+        f"{protocol['windows']} windows of {protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}. Dense: {dense}.",
+        "",
+        *("| " + " | ".join(row) + " |" for row in [["", *head], ["---"] * (1 + len(head)), *body]),
+        "",
+    ])  # fmt: skip
+
+
+def shown(values: list[float] | None, name: str) -> str:
+    if not values:
+        return "-"
+    digits = 1 if name == "perplexity" else 3
+    text = f"{statistics.fmean(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()
