@@ -1,10 +1,10 @@
 """Perplexity and accuracy of pruned models: the sweeps of a model, as one JSON file that names card and versions.
 
-    python benchmarks/bench_quality.py smollm2 sparsity two-four --calibration c4.jsonl --eval test.txt --output DIR
+    python benchmarks/bench_quality.py smollm2 sparsity --calibration c4.jsonl --eval wiki.txt --output DIR
     python benchmarks/bench_quality.py --tables [--readme]
 
-The first form runs recipes of `fwanda sweep`; each has a folder in DIR, and a run that was interrupted goes on there. The
-pictures are drawn by `fwanda sweep` with the same folder. Prints the paths of the JSON files, in benchmarks/results/.
+The first form runs recipes of `fwanda sweep`; each has a folder in DIR, and a run that was interrupted goes on there.
+The pictures are drawn by `fwanda sweep` with the same folder. Prints the paths of the files, in benchmarks/results/.
 The second form prints the tables of all such files there, and puts them between the markers of README.md.
 """
 
@@ -115,13 +115,13 @@ def tables(paths: list[Path], *, readme: bool) -> None:
 
 def table(result: dict) -> str:
     """Markdown: a row for each method and allocation, a column for each sparsity or pattern, over the dense model's."""
-    protocol = result["protocol"]
+    protocol, text = result["protocol"], result["calibration"]
     columns = list(dict.fromkeys(line["pattern"] or line["sparsity"] for line in result["lines"]))
     rows: dict[str, dict[str, dict]] = {}
     for line in result["lines"]:
         rows.setdefault(f"{line['method']} {line['allocation']}", {})[line["pattern"] or line["sparsity"]] = line
     names = [name for name in ("perplexity", "zero-shot", "mmlu") if any(name in line for line in result["lines"])]
-    head = [f"{name}, {column} removed" if ":" not in column else f"{name}, {column}" for name in names for column in columns]
+    head = [f"{name}, {column}" for name in names for column in columns]
     body = [
         [label, *(shown(by.get(column, {}).get(name), name) for name in names for column in columns)]
         for label, by in rows.items()
@@ -130,7 +130,7 @@ def table(result: dict) -> str:
     seeds = len(result["lines"][0]["seeds"])
     return "\n".join([
         f"{result['model']}, {result['dtype']}, {result['card']}, driver {result['driver']}, torch {result['torch']}, "
-        f"{result['date']}; calibrated on {result['calibration']['nsamples']} x {result['calibration']['seqlen']} tokens, "
+        f"{result['date']}; calibrated on {text['nsamples']} x {text['seqlen']} tokens, "
         f"{protocol['windows']} windows of {protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, "
         f"{seeds} seed{'s' if seeds > 1 else ''}. Dense: {dense}.",
         "",

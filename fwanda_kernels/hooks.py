@@ -312,7 +312,9 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
 
 @contextmanager
-def collect_hessians(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def collect_hessians(
+    modules: Mapping[str, nn.Module], token_weight: Mapping[str, Tensor] | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Context manager that sums X^T X of the inputs of linear layers: name -> [C, C] fp32, for obs_factor().
 
     Modules that are called with the same tensor (q/k/v, gate/up) share one matrix, the same object: one factor serves
@@ -320,7 +322,14 @@ def collect_hessians(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Ten
 
     Args:
         modules: name -> linear module with one input [..., C]. Call them in the same order in every forward pass.
+        token_weight: name -> [T] fp32, at least 0: what each token counts, in the order of the calls inside the block;
+            of modules with one input, that of the first is taken. Without an entry, and with None, a token counts 1.
+
+    Raises:
+        ValueError: in a forward pass, when a module sees more tokens than it has weights.
     """
+    token_weight = token_weight or {}
+    seen: dict[str, int] = {}
     hessians: dict[str, Tensor] = {}
     owners: dict[str, str] = {}
     last = _LastInput()
@@ -334,10 +343,19 @@ def collect_hessians(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Ten
                     hessians[name] = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
                 hessians[name] = hessians[owners[name]]
             if owners[name] == name:
-                accumulate_gram_(hessians[name], x.detach())
+                accumulate_gram_(hessians[name], weighted(name, x.detach()))
             last.keep(x, None, name)
 
         return hook
+
+    def weighted(name: str, x: Tensor) -> Tensor:
+        if name not in token_weight:
+            return x
+        start, weight = seen.get(name, 0), token_weight[name]
+        seen[name] = end = start + x.shape[:-1].numel()
+        if end > len(weight):
+            raise ValueError(f"collect_hessians: {name} sees {end} tokens or more, token_weight has {len(weight)}")
+        return (x * weight[start:end].to(x.device).sqrt().view(*x.shape[:-1], 1)).to(x.dtype)
 
     handles = [module.register_forward_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()]
     try:

@@ -222,6 +222,7 @@ def calibrate(
     """
     modules = {t.name: t.module for t in targets}
     settings, signed = settings or PassSettings(), SignedSums(modules)
+    signed.clear()
     if fisher == "mean":
         if settings.compile == "on":
             warnings.warn("--fisher mean is measured without compiled blocks, in spite of --compile on", stacklevel=2)
@@ -270,23 +271,19 @@ def _recalled_progress(state: RunState, device: torch.device) -> Progress | None
     return Progress(facts["done"], PassFacts(**facts["passes"]), sums, tensors.get("generator"))
 
 
-class SignedSums:
-    """Context manager that adds up the gradients at the outputs of modules; it counts from 0 whenever it is entered.
+class OutputGradients:
+    """Context manager that hands each gradient at the outputs of modules, which are not compiled, to add().
 
     Args:
-        modules: name -> module with one output [..., R], not compiled.
-
-    Attributes:
-        g1: name -> [R] fp64, sum_t G_ti; without an entry where no gradient came.
+        modules: name -> module with one output [..., R].
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self._modules = modules
         self._handles: list = []
-        self.g1: dict[str, Tensor] = {}
 
-    def __enter__(self) -> SignedSums:
-        self.g1 = {}
+    def __enter__(self) -> OutputGradients:
+        self.clear()
         self._handles = [m.register_forward_hook(partial(self._hook, name)) for name, m in self._modules.items()]
         return self
 
@@ -296,9 +293,28 @@ class SignedSums:
 
     def _hook(self, name: str, _module: nn.Module, _args: tuple, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(partial(self._add, name))
+            output.register_hook(partial(self.add, name))
 
-    def _add(self, name: str, gradient: Tensor) -> None:
+    def clear(self) -> None:
+        """Begin from nothing; called whenever the block is entered."""
+        raise NotImplementedError
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take the gradient of one call of a module."""
+        raise NotImplementedError
+
+
+class SignedSums(OutputGradients):
+    """Adds up the gradients.
+
+    Attributes:
+        g1: name -> [R] fp64, sum_t G_ti; without an entry where no gradient came.
+    """
+
+    def clear(self) -> None:
+        self.g1: dict[str, Tensor] = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
         total = gradient.flatten(0, -2).sum(0, dtype=torch.float64)
         self.g1[name] = self.g1[name] + total if name in self.g1 else total
 

@@ -83,7 +83,11 @@ class PruneConfig:
     nm_tail: str = _setting(
         "error", "columns left over by the pattern: refuse, or leave them dense", ("error", "dense")
     )
-    power: float = _setting(0.5, "exponent p of omega^p, for row allocation and the F-SparseGPT row weight", type=float)
+    power: float = _setting(
+        0.5,
+        "exponent p of omega^p, for row allocation and F-SparseGPT's weights of rows, or of tokens under a pattern",
+        type=float,
+    )
     row_exponent: float = _setting(0.75, "damping exponent b of the global allocation across rows", type=float)
     layer_exponent: float = _setting(0.5, "damping exponent c of the global allocation across layers", type=float)
     order: str | None = _setting(
@@ -151,6 +155,8 @@ class PruneConfig:
         if self.method == "magnitude" and self.order not in (None, "onepass"):
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
         self._check_sparsity()
+        if self.weighs_tokens and self.fisher == "mean":
+            raise UserError("--fisher mean has no weight for a token; choose empirical or true with --pattern")
         self._check_memory()
 
     def _check_value(self, name: str, value, metadata) -> None:
@@ -230,6 +236,11 @@ class PruneConfig:
     def responds(self) -> bool:
         """Whether the pruned model is measured too; under a pattern an update of the weights leaves nothing to it."""
         return self.allocation in RESPONSES and (self.nm is None or self.facts.scores_inputs)
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether tokens count by their gradients in Hessians: what omega is to rows, where those cancel."""
+        return self.nm is not None and self.facts.weighs_rows
 
     @property
     def reads_statistics(self) -> bool:

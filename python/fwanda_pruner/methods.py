@@ -23,6 +23,7 @@ from .passes import PassSettings
 from .report import MatrixRow
 from .resume import RunState
 from .stream import BlockStream
+from .token_energy import token_weights
 
 _DAMPING, _DAMPING_RETRIES = 0.01, 4
 
@@ -40,6 +41,7 @@ class Job:
         budgets: name -> [R] int64 weights kept in each row; None where the method needs none.
         progress: show bars.
         factors: on the scores, of the response allocation; None for others.
+        energies: name -> [T] fp32 of token_energies(); None where tokens are not weighed.
         state: keeps each block, where blocks are run one at a time.
     """
 
@@ -51,6 +53,7 @@ class Job:
     budgets: dict[str, Tensor] | None
     progress: bool
     factors: Factors | None = None
+    energies: dict[str, Tensor] | None = None
     state: RunState = field(default_factory=RunState)
 
 
@@ -195,7 +198,8 @@ def _by_obs(job: Job) -> list[MatrixRow]:
         if _recalled(job, stream, index, targets):
             continue
         for group in _groups(job, stream, index, targets):
-            factors = _factors(_measured_hessians(stream, index, group, advance=onepass))
+            weights = _token_weights(job, stream, index, group)
+            factors = _factors(_measured_hessians(stream, index, group, weights, advance=onepass))
             for target in group:
                 _prune_by_obs(job, target, factors[target.name])
         _check_updated(targets)
@@ -205,9 +209,23 @@ def _by_obs(job: Job) -> list[MatrixRow]:
     return _rows(job.config, job.targets, job.budgets)
 
 
-def _measured_hessians(stream: BlockStream, index: int, targets: list[Target], *, advance: bool) -> dict[str, Tensor]:
+def _token_weights(job: Job, stream: BlockStream, index: int, targets: list[Target]) -> dict[str, Tensor]:
+    """name -> [T] fp32, the same for all matrices with one input; without an entry where the energies lack one."""
+    energies, weights = job.energies or {}, {}
+    if not any(t.name in energies for t in targets):
+        return weights
+    for names in stream.input_groups(index, {t.name: t.module for t in targets}):
+        if all(name in energies for name in names):
+            weight = token_weights([energies[name] for name in names], job.config.power)
+            weights |= dict.fromkeys(names, weight)
+    return weights
+
+
+def _measured_hessians(
+    stream: BlockStream, index: int, targets: list[Target], weights: dict[str, Tensor], *, advance: bool
+) -> dict[str, Tensor]:
     """name -> [C, C] fp32 X^T X of the inputs; matrices with the same input have the same tensor."""
-    with fk.collect_hessians({t.name: t.module for t in targets}) as hessians:
+    with fk.collect_hessians({t.name: t.module for t in targets}, weights) as hessians:
         stream.run(index, advance=advance)
     for target in targets:
         if target.name not in hessians:

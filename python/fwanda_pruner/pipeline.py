@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ from .report import MatrixRow, Report, versions
 from .respond import respond
 from .resume import RunState
 from .stages import Stages
+from .token_energy import token_energies
 
 _TOKENS = "tokens"  # the source of text that came as token ids
 _TEXT_SETTINGS = ("calibration", *TEXT_NUMBERS)
@@ -130,13 +131,14 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     """
     if hasattr(model, "_orig_mod"):
         raise UserError("the model is a wrapper of torch.compile; give the model itself, model._orig_mod")
-    if config.nm and not config.responds and (config.facts.weighs_rows or config.method == "fwanda"):
-        plain = "sparsegpt" if config.facts.updates_weights else "wanda"
+    if config.nm and not config.responds and config.method == "fwanda":
         warnings.warn(
-            f"{config.method} under {config.pattern} is exactly {plain}'s {config.pattern}: a factor for each row "
-            f"cancels inside a group",
+            f"fwanda under {config.pattern} is exactly wanda's {config.pattern}: a factor for each row cancels inside "
+            f"a group; --allocation response acts there",
             stacklevel=2,
         )
+    if config.weighs_tokens and config.allocation != "uniform":
+        warnings.warn(f"--allocation {config.allocation} divides nothing under {config.pattern}", stacklevel=2)
     targets, skipped = select_targets(*find_targets(model), config)
     check_model(model, targets, config)
     return targets, skipped
@@ -187,6 +189,7 @@ class _Run:
         self.tokens: Tensor | None = None
         self.chosen: dict | None = None
         self.factors: Factors | None = None
+        self.passes: dict | None = None
         self.bos: bool | None = {"none": False, "window": True}.get(self.config.bos)
         self.targets, self.skipped = plan(model, self.config)
 
@@ -212,6 +215,7 @@ class _Run:
                 with self.stages.timed("budgets"):
                     budgets = self._budgets(config, statistics)
             check = self._check_begins(config, statistics)
+            energies = self._energies() if config.weighs_tokens else None
             with self.stages.timed("prune"):
                 rows = prune_targets(
                     Job(
@@ -222,6 +226,7 @@ class _Run:
                         statistics=statistics,
                         budgets=budgets,
                         factors=self.factors,
+                        energies=energies,
                         progress=self.progress,
                         state=self.state,
                     )
@@ -436,7 +441,9 @@ class _Run:
 
     def _calibrated(self, fisher: str | None) -> Statistics:
         if (kept := self.state.recall("statistics")) is not None:
-            return Statistics.of_parts(*kept).to(self.device)
+            statistics = Statistics.of_parts(*kept).to(self.device)
+            self.passes = statistics.passes
+            return statistics
         with self.stages.timed("calibrate"):
             statistics = calibrate(
                 self.model,
@@ -449,11 +456,30 @@ class _Run:
                 progress=self.progress,
             )
             statistics.check(self.targets, fisher=fisher is not None)
+        self.passes = statistics.passes
         statistics.tokens_sha256, statistics.bos = data.tokens_sha256(self.tokens), self.bos
         statistics.text = {k: getattr(self.config, k) for k in _TEXT_SETTINGS}
         self.state.keep("statistics", *statistics.parts())
         self.state.forget("calibration")
         return statistics
+
+    def _energies(self) -> dict[str, Tensor]:
+        if (kept := self.state.recall("energies")) is not None:
+            energies, self.passes = kept
+            return {name: energy.to(self.device) for name, energy in energies.items()}
+        with self.stages.timed("calibrate"):
+            energies, facts = token_energies(
+                self.model,
+                self.tokens,
+                self.targets,
+                fisher=self.config.fisher,
+                seed=self.config.seed,
+                settings=PassSettings.of(self.config),
+                progress=self.progress,
+            )
+        self.passes = asdict(facts)
+        self.state.keep("energies", energies, self.passes)
+        return energies
 
     def perplexity(self, windows: Tensor | None, label: str) -> float | None:
         if windows is None:
@@ -494,7 +520,7 @@ class _Run:
             warnings=list(self.stages.notes),
             omega_floored_rows=count_floored_rows(statistics, self.targets) if uses_floor else None,
             check=check,
-            passes=None if statistics is None or self.given is not None else statistics.passes,
+            passes=self.passes,
         )
 
     def _peak_memory(self) -> int:

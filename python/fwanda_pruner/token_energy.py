@@ -1,0 +1,101 @@
+"""What each token of the calibration text means to the loss, for Hessians that weigh tokens.
+
+SparseGPT's Hessian sum_t x_t x_t^T counts an error at every token alike. To second order an error e_t at the outputs of
+a matrix changes the loss by (g_t . e_t)^2 / 2, so tokens with large gradients count more. Inside a group of an N:M
+pattern this acts where a factor for each row cancels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .calibrate import OutputGradients, frozen
+from .errors import UserError
+from .model import Target, find_blocks
+from .passes import Passes, PassFacts, PassSettings
+
+
+class _Energies(OutputGradients):
+    """Keeps sum_i G_ti^2 of each token.
+
+    Attributes:
+        parts: name -> [T] fp32 of each call, in order.
+    """
+
+    def clear(self) -> None:
+        self.parts: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self.parts.setdefault(name, []).append(gradient.flatten(0, -2).float().square().sum(1))
+
+
+def token_energies(
+    model: nn.Module,
+    tokens: Tensor,
+    targets: Sequence[Target],
+    *,
+    fisher: str = "empirical",
+    seed: int = 0,
+    settings: PassSettings | None = None,
+    progress: bool = True,
+) -> tuple[dict[str, Tensor], PassFacts]:
+    """|g_t|^2 = sum_i G_ti^2 at the outputs of each matrix, from one forward and one backward pass.
+
+    Args:
+        model: a dense causal language model in eval mode; as before afterwards.
+        tokens: [S, L] int64 windows.
+        targets: its matrices.
+        fisher: "empirical" or "true", as calibrate().
+        seed: of the labels that "true" draws.
+        settings: how the passes run; never compiled.
+        progress: show a bar.
+
+    Returns:
+        name -> [S * L] fp32 in the order of the tokens, on the model's device; without an entry for a matrix that does
+        not see each token once (an expert). And how the passes ran.
+
+    Raises:
+        UserError: the memory does not suffice, or a gradient is not finite.
+    """
+    modules = {t.name: t.module for t in targets}
+    settings = settings or PassSettings()
+    if settings.compile == "on":
+        warnings.warn("tokens are weighed without compiled blocks, in spite of --compile on", stacklevel=2)
+    energies = _Energies(modules)
+    passes = Passes(
+        model=model,
+        blocks=find_blocks(model)[1],
+        modules={},
+        tokens=tokens,
+        backward=True,
+        settings=replace(settings, compile="off"),
+        label="calibrate (forward and backward)" if progress else None,
+        label_seed=seed if fisher == "true" else None,
+        beside=energies,
+    )
+    with torch.inference_mode(False), torch.enable_grad(), frozen(model, backward=True):
+        _, facts = passes.run()
+    found = {name: torch.cat(parts) for name, parts in energies.parts.items()}
+    if not bool(torch.stack([energy.sum().isfinite() for energy in found.values()]).all()):
+        raise UserError("gradients have NaN or inf values; the model overflows on the calibration text")
+    return {name: energy for name, energy in found.items() if len(energy) == tokens.numel()}, facts
+
+
+def token_weights(energies: Sequence[Tensor], power: float) -> Tensor:
+    """(sum of the energies)^power with a mean of 1, of the matrices with one input; 1 where there is no gradient.
+
+    Args:
+        energies: [T] fp32 each, finite.
+        power: p.
+
+    Returns:
+        [T] fp32.
+    """
+    energy = torch.stack(tuple(energies)).sum(0)
+    weights = (energy / energy.mean().clamp(min=torch.finfo(energy.dtype).tiny)) ** power
+    return torch.where(energy.max() > 0, weights / weights.mean(), 1.0)

@@ -1,0 +1,117 @@
+"""F-SparseGPT under a pattern: tokens weighed by their gradients."""
+
+import families
+import pytest
+import tiny
+import torch
+
+import fwanda_kernels as fk
+import fwanda_pruner
+from fwanda_pruner import PruneConfig, UserError
+from fwanda_pruner.model import find_targets
+from fwanda_pruner.passes import PassSettings
+from fwanda_pruner.token_energy import token_energies, token_weights
+
+TOKENS = tiny.tokens(6, 16)
+RUN = {"pattern": "2:4", "calibration": TOKENS, "progress": False}
+
+
+def expected_energies(model) -> dict[str, torch.Tensor]:
+    """name -> [S * L] from the retained gradients of the whole summed loss."""
+    outputs, handles = {}, []
+    for target in find_targets(model)[0]:
+
+        def hook(_module, _args, output, name=target.name):
+            output.retain_grad()
+            outputs[name] = output
+
+        handles.append(target.module.register_forward_hook(hook))
+    logits = model(TOKENS).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, TOKENS[:, 1:].flatten(), reduction="sum").backward()
+    for handle in handles:
+        handle.remove()
+    return {name: output.grad.flatten(0, 1).square().sum(1) for name, output in outputs.items()}
+
+
+@pytest.mark.parametrize("settings", [PassSettings(1), PassSettings(4), PassSettings(2, checkpointing="on")], ids=str)
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+def test_energies_equal_those_of_retained_gradients(family, settings):
+    model = families.build(family)
+    energies, facts = token_energies(model, TOKENS, find_targets(model)[0], settings=settings, progress=False)
+    expected = expected_energies(families.build(family))
+    assert energies.keys() == expected.keys() and facts.micro_batch == settings.micro_batch
+    for name, energy in expected.items():
+        torch.testing.assert_close(energies[name], energy, rtol=1e-4, atol=1e-9)
+
+
+def test_an_expert_has_no_energies():
+    model = families.build("mixtral")
+    targets = find_targets(model)[0]
+    energies, _ = token_energies(model, TOKENS, targets, progress=False)
+    assert energies and not any("expert" in name for name in energies)
+
+
+def test_gradients_that_overflow_are_refused():
+    model = tiny.llama()
+    torch.nn.init.constant_(model.lm_head.weight, torch.inf)
+    with pytest.raises(UserError, match="the model overflows on the calibration text"):
+        token_energies(model, TOKENS, find_targets(model)[0], progress=False)
+
+
+def test_weights_have_a_mean_of_1_and_the_power():
+    weights = token_weights([torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3.0, 7.0, 0.0])], 0.5)
+    assert weights.tolist() == pytest.approx([2 * 3 / 5, 3 * 3 / 5, 0.0])
+    assert token_weights([torch.zeros(3)], 0.5).tolist() == [1.0, 1.0, 1.0]
+    assert token_weights([torch.tensor([1.0, 9.0])], 0.0).tolist() == [1.0, 1.0]
+
+
+def test_hessians_weigh_each_token_in_the_order_of_the_calls():
+    first, second = torch.nn.Linear(8, 4), torch.nn.Linear(8, 3)
+    x, weight = torch.randn(5, 6, 8), torch.rand(30)
+    with fk.collect_hessians({"first": first, "second": second}, {"first": weight}) as hessians:
+        for part in x.split(2):
+            first(part), second(part)
+            second(part + 1)
+    flat = x.flatten(0, 1)
+    torch.testing.assert_close(hessians["first"], flat.T @ (flat * weight[:, None]), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="first sees 30 tokens or more, token_weight has 29"):
+        with fk.collect_hessians({"first": first}, {"first": weight[:29]}):
+            first(x)
+
+
+def pruned(method: str, **settings):
+    model = tiny.llama()
+    report = fwanda_pruner.prune(model, method=method, **{**RUN, **settings})
+    return [t.weight for t in find_targets(model)[0]], report
+
+
+def test_tokens_decide_under_a_pattern():
+    weights, report = pruned("fsparsegpt")
+    plain, _ = pruned("sparsegpt")
+    assert report.passes and "calibrate" in report.seconds
+    assert all(bool(((w != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all()) for w in weights)
+    assert not all(torch.equal(a != 0, b != 0) for a, b in zip(weights, plain, strict=True))
+    without, _ = pruned("fsparsegpt", power=0.0)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(without, plain, strict=True))
+
+
+def test_micro_batches_and_orders_keep_tokens_with_their_weights():
+    one, _ = pruned("fsparsegpt", micro_batch="1")
+    for settings in ({"micro_batch": "4"}, {"order": "onepass"}, {"order": "true-sequential"}):
+        other, _ = pruned("fsparsegpt", **settings)
+        first = [torch.allclose(a, b, atol=1e-5) for a, b in zip(one[:3], other[:3], strict=True)]  # q, k, v
+        assert all(first), settings
+
+
+def test_fisher_true_draws_its_labels_and_mean_is_refused():
+    one, two = (pruned("fsparsegpt", fisher="true", seed=seed)[0] for seed in (0, 0))
+    other, _ = pruned("fsparsegpt")
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    with pytest.raises(UserError, match="--fisher mean has no weight for a token"):
+        PruneConfig(method="fsparsegpt", pattern="2:4", fisher="mean")
+
+
+def test_an_allocation_that_divides_nothing_is_named():
+    with pytest.warns(UserWarning, match="--allocation global divides nothing under 2:4"):
+        pruned("fsparsegpt", allocation="global")
