@@ -59,7 +59,7 @@ def test_gradients_that_overflow_are_refused():
 
 
 def test_weights_have_a_mean_of_1_and_the_power():
-    weights = token_weights([torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3.0, 7.0, 0.0])], 0.5)
+    weights = token_weights([torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3.0, 7.0, 0.0])], 1.0)
     assert weights.tolist() == pytest.approx([2 * 3 / 5, 3 * 3 / 5, 0.0])
     assert token_weights([torch.zeros(3)], 0.5).tolist() == [1.0, 1.0, 1.0]
     assert token_weights([torch.tensor([1.0, 9.0])], 0.0).tolist() == [1.0, 1.0]

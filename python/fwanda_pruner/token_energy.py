@@ -87,15 +87,15 @@ def token_energies(
 
 
 def token_weights(energies: Sequence[Tensor], power: float) -> Tensor:
-    """(sum of the energies)^power with a mean of 1, of the matrices with one input; 1 where there is no gradient.
+    """|g_t|^power with a mean of 1, g_t over all matrices with one input; 1 where there is no gradient.
 
     Args:
-        energies: [T] fp32 each, finite.
+        energies: [T] fp32 for each matrix, |g_t|^2 at its outputs, finite.
         power: p.
 
     Returns:
         [T] fp32.
     """
     energy = torch.stack(tuple(energies)).sum(0)
-    weights = (energy / energy.mean().clamp(min=torch.finfo(energy.dtype).tiny)) ** power
+    weights = (energy / energy.mean().clamp(min=torch.finfo(energy.dtype).tiny)) ** (power / 2)
     return torch.where(energy.max() > 0, weights / weights.mean(), 1.0)
