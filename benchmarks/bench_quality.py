@@ -122,8 +122,9 @@ def table(result: dict) -> str:
         rows.setdefault(f"{line['method']} {line['allocation']}", {})[line["pattern"] or line["sparsity"]] = line
     names = [name for name in ("perplexity", "zero-shot", "mmlu") if any(name in line for line in result["lines"])]
     head = [f"{name}, {column}" for name in names for column in columns]
+    best = {(name, column): best_of(rows.values(), name, column) for name in names for column in columns}
     body = [
-        [label, *(shown(by.get(column, {}).get(name), name) for name in names for column in columns)]
+        [label, *(shown(by.get(column, {}).get(name), name, best[name, column]) for name, column in best)]
         for label, by in rows.items()
     ]
     dense = ", ".join(f"{name} {shown(values, name)}" for name, values in result["dense"].items())
@@ -139,12 +140,19 @@ def table(result: dict) -> str:
     ])  # fmt: skip
 
 
-def shown(values: list[float] | None, name: str) -> str:
+def best_of(rows: Iterable[dict[str, dict]], name: str, column: str) -> float:
+    """The best mean of a column: the lowest perplexity, the highest accuracy."""
+    means = [statistics.fmean(by[column][name]) for by in rows if name in by.get(column, {})]
+    return min(means) if name == "perplexity" else max(means)
+
+
+def shown(values: list[float] | None, name: str, best: float | None = None) -> str:
     if not values:
         return "-"
-    digits = 1 if name == "perplexity" else 3
-    text = f"{statistics.fmean(values):.{digits}f}"
-    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+    digits, mean = 1 if name == "perplexity" else 3, statistics.fmean(values)
+    text = f"{mean:.{digits}f}"
+    text = text if len(values) == 1 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+    return f"**{text}**" if mean == best else text
 
 
 if __name__ == "__main__":

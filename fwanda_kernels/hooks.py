@@ -17,19 +17,15 @@ _GROUP, _GROUP_BYTES = 8, 1 << 28  # gradients in a launch
 _SUMS = "_fwanda_sums"  # the attribute of a hooked module that holds its sums
 
 
-def _count(tokens: Tensor, x: Tensor, mask: Tensor | None) -> None:
+def _observe_input(x2: Tensor, tokens: Tensor, x: Tensor, mask: Tensor | None) -> None:
+    mask = None if mask is None else mask.to(x.device)
+    accumulate_sq_sums_(x2, x, token_mask=mask)
     tokens += x.shape[:-1].numel() if mask is None else int(mask.sum())
 
 
-_count_ = define_composite("count_tokens_(Tensor(a!) tokens, Tensor x, Tensor? mask) -> ()", _count)
-
-
-def _squares(x: Tensor, mask: Tensor | None) -> Tensor:
-    """[C] fp32, as accumulate_sq_sums_ adds it; plain operations, which the compiler joins to those that make x."""
-    squares = x.float().square()
-    if mask is not None:
-        squares = torch.where(mask.to(x.device)[..., None], squares, 0)
-    return squares.flatten(0, -2).sum(0)
+_observe_input_ = define_composite(
+    "observe_input_(Tensor(a!) x2, Tensor(b!) tokens, Tensor x, Tensor? mask) -> ()", _observe_input
+)
 
 
 class _ObserveGradient(torch.autograd.Function):
@@ -42,7 +38,7 @@ class _ObserveGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        ctx.g2 += _squares(gradient, ctx.mask)
+        accumulate_sq_sums_(ctx.g2, gradient, token_mask=ctx.mask)
         return gradient, None
 
 
@@ -50,8 +46,7 @@ def _observe(sums: _Sums, x: Tensor, output: Tensor) -> Tensor | None:
     """The hook of compiled code, which finds all state on the module: blocks share one graph."""
     if sums.leads:
         x2, tokens = sums.compiled
-        x2 += _squares(x.detach(), sums.mask)
-        _count_(tokens, x.detach(), sums.mask)
+        _observe_input_(x2, tokens, x.detach(), sums.mask)
     return _ObserveGradient.apply(output, sums) if output.requires_grad else None
 
 

@@ -1,0 +1,79 @@
+"""benchmarks/bench_quality.py: sweeps as JSON results, and the table made from them."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+FOLDER = Path(__file__).parent.parent
+
+
+def bench_quality(*arguments):
+    paths = [str(FOLDER), str(FOLDER / "python")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(FOLDER / "benchmarks" / "bench_quality.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """The arguments of a small run on a model folder."""
+    tiny.llama().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(2000))
+    base = {"calibration": "c4", "eval": "wikitext2", "nsamples": 16, "seqlen": 24, "eval_windows": 4}
+    cells = [
+        {"method": ["wanda", "magnitude"], "sparsity": [0.5, 0.7]},
+        {"method": "sparsegpt", "sparsity": 0.5},
+        {"method": "wanda", "pattern": "2:4"},
+    ]
+    (tmp_path / "few.yaml").write_text(yaml.safe_dump({"base": base, "cells": cells, "seeds": [0, 1]}))
+    text = str(tmp_path / "text.txt")
+    return [
+        str(tmp_path / "model"), str(tmp_path / "few.yaml"), "--calibration", text, "--eval", text, "--bos", "none",
+        "--output", str(tmp_path / "cells"), "--results", str(tmp_path / "results"),
+    ]  # fmt: skip
+
+
+def test_a_sweep_becomes_one_file_and_a_table(paths):
+    done = bench_quality(*paths)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.splitlines()[-1])
+    assert path.name.startswith("quality-model-few-") and [path] == list(path.parent.iterdir())
+    result = json.loads(path.read_text())
+    for key in ("card", "driver", "torch", "transformers", "triton", "python", "date", "seconds"):
+        assert key in result
+    assert result["dtype"] == "float32" and result["protocol"]["bos"] is False and result["protocol"]["windows"] == 4
+    lines = {line["label"]: line for line in result["lines"]}
+    assert len(lines) == 6 and all(line["seeds"] == [0, 1] for line in lines.values())
+    cells = [json.loads(cell.read_text()) for cell in (path.parent.parent / "cells" / "few" / "cells").glob("*.json")]
+    found = {
+        (c["report"]["config"]["method"], c["report"]["config"]["seed"]): c["perplexity"]
+        for c in cells
+        if "report" in c
+    }
+    assert lines["sparsegpt uniform 0.5"]["perplexity"] == [found["sparsegpt", seed] for seed in (0, 1)]
+
+    text = bench_quality("--tables", "--results", str(path.parent)).stdout
+    shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if "|" in row]
+    assert shown[0] == ["", "perplexity, 0.5", "perplexity, 0.7", "perplexity, 2:4"]
+    rows = {row[0]: row[1:] for row in shown[2:]}
+    assert rows.keys() == {"wanda uniform", "magnitude layer", "sparsegpt uniform"}
+    assert rows["sparsegpt uniform"][1:] == ["-", "-"] and rows["magnitude layer"][2] == "-"
+    column = {
+        label: statistics.fmean(lines[f"{label} 0.7"]["perplexity"]) for label in ("wanda uniform", "magnitude layer")
+    }
+    best = min(column, key=column.get)
+    assert [label for label in column if rows[label][1].startswith("**")] == [best]
+    assert rows[best][1].strip("*").split(" ± ")[0] == f"{column[best]:.1f}"
+
+
+def test_an_incomplete_command_is_refused():
+    done = bench_quality("model")
+    assert done.returncode == 2 and "give a model, recipes and --output" in done.stderr
