@@ -67,9 +67,10 @@ def test_kill_9_at_random_points_changes_no_bit():
     [
         (["--method", "fwanda"], ["text", "dense", "calibration", "statistics", "budgets"]),
         (["--method", "fsparsegpt"], ["statistics", "block-00000", "block-00003"]),
+        (["--method", "fsparsegpt", "--pattern", "2:4"], ["energies", "block-00000"]),
         (["--method", "wanda", "--order", "sequential"], ["block-00001"]),
     ],
-    ids=["fwanda", "fsparsegpt", "wanda"],
+    ids=["fwanda", "fsparsegpt", "fsparsegpt-2:4", "wanda"],
 )
 def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(
     argv, settings, stages, interrupt, capsys, tmp_path
