@@ -106,7 +106,8 @@ def figures(cells: Iterable[dict], names: Iterable[str]) -> dict[str, list[float
 
 
 def tables(paths: list[Path], *, readme: bool) -> None:
-    text = "\n".join(table(json.loads(path.read_text())) for path in paths)
+    results = sorted((json.loads(path.read_text()) for path in paths), key=lambda result: -len(result["lines"]))
+    text = "\n".join(map(table, results))
     print(text)
     if readme:
         head, rest = README.read_text().split(BEGIN)
@@ -129,11 +130,11 @@ def table(result: dict) -> str:
     ]
     dense = ", ".join(f"{name} {shown(values, name)}" for name, values in result["dense"].items())
     seeds = len(result["lines"][0]["seeds"])
+    driver = f", driver {result['driver']}" if result["driver"] else ""
     return "\n".join([
-        f"{result['model']}, {result['dtype']}, {result['card']}, driver {result['driver']}, torch {result['torch']}, "
-        f"{result['date']}; calibrated on {text['nsamples']} x {text['seqlen']} tokens, "
-        f"{protocol['windows']} windows of {protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}. Dense: {dense}.",
+        f"{result['model']}, {result['dtype']}, {result['card']}{driver}, torch {result['torch']}, {result['date']}; "
+        f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, {protocol['windows']} windows of {protocol['seqlen']}, "
+        f"{'with' if protocol['bos'] else 'no'} BOS, {seeds} seed{'s' if seeds > 1 else ''}. Dense: {dense}.",
         "",
         *("| " + " | ".join(row) + " |" for row in [["", *head], ["---"] * (1 + len(head)), *body]),
         "",
