@@ -133,8 +133,8 @@ def table(result: dict) -> str:
     driver = f", driver {result['driver']}" if result["driver"] else ""
     return "\n".join([
         f"{result['model']}, {result['dtype']}, {result['card']}{driver}, torch {result['torch']}, {result['date']}; "
-        f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, {protocol['windows']} windows of {protocol['seqlen']}, "
-        f"{'with' if protocol['bos'] else 'no'} BOS, {seeds} seed{'s' if seeds > 1 else ''}. Dense: {dense}.",
+        f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, {protocol['windows']} windows of "
+        f"{protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, {seeds} seed{'s' if seeds > 1 else ''}. Dense: {dense}.",
         "",
         *("| " + " | ".join(row) + " |" for row in [["", *head], ["---"] * (1 + len(head)), *body]),
         "",
