@@ -14,12 +14,12 @@ import argparse
 import json
 import re
 import statistics
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import transformers
 from conftest import RESULTS, machine
+from pages import put_between
 
 from fwanda_pruner import PruneConfig, sweep
 from fwanda_pruner.config import DTYPES
@@ -29,6 +29,7 @@ from fwanda_pruner.sweep_report import FIGURES, Line, lines
 README = RESULTS.parent.parent / "README.md"
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
 OVERRIDES = ("calibration", "eval", "dtype", "bos")
+MEASURED = ("perplexity", "zero-shot", "mmlu")
 PROTOCOL = ("seqlen", "windows", "tokens_sha256", "bos", "tokenizer")
 
 
@@ -61,11 +62,10 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load_model(args.model, device=device, dtype=args.dtype)
     args.results.mkdir(parents=True, exist_ok=True)
     for name, recipe in recipes.items():
-        start = time.perf_counter()
         folder = args.output / Path(name).stem
         cells = sweep.run(model, tokenizer, recipe, folder, source=args.model, eval_data=args.eval_data)
         result = result_of(Path(name).stem, lines(recipe.cells, cells), next(model.parameters()).device.type)
-        result |= {"seconds": time.perf_counter() - start, "dtype": str(model.dtype).removeprefix("torch.")}
+        result["dtype"] = str(model.dtype).removeprefix("torch.")
         slug = re.sub(r"[^a-z0-9.]+", "-", f"{Path(args.model).name} {result['recipe']} {result['card']}".lower())
         path = args.results / f"quality-{slug}-{result['date']}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -79,7 +79,7 @@ def result_of(recipe: str, found: list[Line], device: str) -> dict:
     facts["model"] = first["model"]
     facts["protocol"] = {key: first.get(key) for key in PROTOCOL}
     facts["calibration"] = {key: getattr(found[0].config, key) for key in ("nsamples", "seqlen")}
-    facts["dense"] = figures([first["dense"]], ("perplexity", "zero-shot", "mmlu"))
+    facts["dense"] = {name: value for name in MEASURED if (value := FIGURES[name](first["dense"])) is not None}
     return facts | {"lines": [line_of(line) for line in found]}
 
 
@@ -93,16 +93,10 @@ def line_of(line: Line) -> dict:
         "label": line.label,
         **settings,
         "seeds": [cell["report"]["config"]["seed"] for cell in line.cells],
-        **figures(line.cells, FIGURES),
+        **{name: values for name in FIGURES if (values := line.values(name))},
         "chosen": chosen if any(chosen) else None,
         "tasks": tasks if any(tasks) else None,
     }
-
-
-def figures(cells: Iterable[dict], names: Iterable[str]) -> dict[str, list[float]]:
-    """name -> a value for each cell, of those that every cell has."""
-    found = {name: [FIGURES[name](cell) for cell in cells] for name in names}
-    return {name: values for name, values in found.items() if None not in values}
 
 
 def tables(paths: list[Path], *, readme: bool) -> None:
@@ -110,8 +104,7 @@ def tables(paths: list[Path], *, readme: bool) -> None:
     text = "\n".join(map(table, results))
     print(text)
     if readme:
-        head, rest = README.read_text().split(BEGIN)
-        README.write_text(head + BEGIN + "\n" + text + END + rest.split(END)[1])
+        put_between(README, BEGIN, text, END)
 
 
 def table(result: dict) -> str:
@@ -121,20 +114,20 @@ def table(result: dict) -> str:
     rows: dict[str, dict[str, dict]] = {}
     for line in result["lines"]:
         rows.setdefault(f"{line['method']} {line['allocation']}", {})[line["pattern"] or line["sparsity"]] = line
-    names = [name for name in ("perplexity", "zero-shot", "mmlu") if any(name in line for line in result["lines"])]
+    names = [name for name in MEASURED if any(name in line for line in result["lines"])]
     head = [f"{name}, {column}" for name in names for column in columns]
     best = {(name, column): best_of(rows.values(), name, column) for name in names for column in columns}
     body = [
         [label, *(shown(by.get(column, {}).get(name), name, best[name, column]) for name, column in best)]
         for label, by in rows.items()
     ]
-    dense = ", ".join(f"{name} {shown(values, name)}" for name, values in result["dense"].items())
-    seeds = len(result["lines"][0]["seeds"])
+    dense = ", ".join(f"{name} {shown([value], name)}" for name, value in result["dense"].items())
+    seeds = f"seed{'s' * (len(result['lines'][0]['seeds']) > 1)} {', '.join(map(str, result['lines'][0]['seeds']))}"
     driver = f", driver {result['driver']}" if result["driver"] else ""
     return "\n".join([
         f"{result['model']}, {result['dtype']}, {result['card']}{driver}, torch {result['torch']}, {result['date']}; "
         f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, {protocol['windows']} windows of "
-        f"{protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, {seeds} seed{'s' if seeds > 1 else ''}. Dense: {dense}.",
+        f"{protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, {seeds}. Dense: {dense}.",
         "",
         *("| " + " | ".join(row) + " |" for row in [["", *head], ["---"] * (1 + len(head)), *body]),
         "",

@@ -17,6 +17,8 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from pages import put_between
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
 METHODS = ("magnitude", "wanda", "sparsegpt", "fsparsegpt", "fwanda")
@@ -87,8 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
             picture(heading(results), plotted, stem.with_suffix(".png"))
             print(stem.with_suffix(".png"))
     if args.readme:
-        head, rest = README.read_text().split(BEGIN)
-        README.write_text(head + BEGIN + "\n" + "\n".join(tables) + END + rest.split(END)[1])
+        put_between(README, BEGIN, "\n".join(tables), END)
 
 
 def read(path: Path) -> dict:

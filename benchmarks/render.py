@@ -10,6 +10,8 @@ import argparse
 import json
 from pathlib import Path
 
+from pages import put_between
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 HOSTS = ("nn.utils.prune", "ao.pruning", "Wanda fork", "llm-compressor")  # in place of an op: see bench_integrations.py
@@ -32,15 +34,9 @@ def main() -> None:
     hosts = [row for row in rows.values() if row["op"] in HOSTS]
     if ops and args.only != "hosts":
         picture(facts, ops, paths[0].with_suffix(".png"))
-        write(ROOT / "README.md", op_table(facts, ops, paths))
+        put_between(ROOT / "README.md", BEGIN, "\n".join(op_table(facts, ops, paths)) + "\n", END)
     if hosts and args.only != "ops":
-        write(ROOT / "docs" / "integrating.md", host_table(facts, hosts, paths))
-
-
-def write(page: Path, lines: list[str]) -> None:
-    """Put lines between the markers of a page."""
-    head, rest = page.read_text().split(BEGIN)
-    page.write_text(head + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.split(END)[1])
+        put_between(ROOT / "docs" / "integrating.md", BEGIN, "\n".join(host_table(facts, hosts, paths)) + "\n", END)
 
 
 def machine(facts: dict) -> str:

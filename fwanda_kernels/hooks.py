@@ -321,9 +321,11 @@ def collect_hessians(
             of modules with one input, that of the first is taken. Without an entry, and with None, a token counts 1.
 
     Raises:
-        ValueError: in a forward pass, when a module sees more tokens than it has weights.
+        ValueError: token_weight names no module; or, in a forward pass, a module sees more tokens than it has weights.
     """
     token_weight = token_weight or {}
+    if unknown := token_weight.keys() - modules.keys():
+        raise ValueError(f"collect_hessians: token_weight names {min(unknown)!r}, which is none of the modules")
     seen: dict[str, int] = {}
     hessians: dict[str, Tensor] = {}
     owners: dict[str, str] = {}
@@ -350,7 +352,8 @@ def collect_hessians(
         seen[name] = end = start + x.shape[:-1].numel()
         if end > len(weight):
             raise ValueError(f"collect_hessians: {name} sees {end} tokens or more, token_weight has {len(weight)}")
-        return (x * weight[start:end].to(x.device).sqrt().view(*x.shape[:-1], 1)).to(x.dtype)
+        weighted = x * weight[start:end].to(x.device).sqrt().view(*x.shape[:-1], 1)
+        return weighted.to(torch.bfloat16 if x.dtype == torch.float16 else x.dtype)  # fp16 might overflow
 
     handles = [module.register_forward_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()]
     try:

@@ -47,7 +47,7 @@ def test_a_sweep_becomes_one_file_and_a_table(paths):
     path = Path(done.stdout.splitlines()[-1])
     assert path.name.startswith("quality-model-few-") and [path] == list(path.parent.iterdir())
     result = json.loads(path.read_text())
-    for key in ("card", "driver", "torch", "transformers", "triton", "python", "date", "seconds"):
+    for key in ("card", "driver", "torch", "transformers", "triton", "python", "date"):
         assert key in result
     assert result["dtype"] == "float32" and result["protocol"]["bos"] is False and result["protocol"]["windows"] == 4
     lines = {line["label"]: line for line in result["lines"]}

@@ -273,7 +273,8 @@ def test_under_a_pattern_the_columns_decide():
 def test_the_mask_of_a_run_is_that_of_its_factors(method):
     model, (dense, targets, statistics, _) = families.build("mistral"), prepared()
     config = replace(CONFIG, method=method)
-    fwanda_pruner.prune(model, config=config, calibration=TOKENS, statistics=statistics, progress=False)
+    report = fwanda_pruner.prune(model, config=config, calibration=TOKENS, statistics=statistics, progress=False)
+    assert report.omega_floored_rows is None  # the factors are not omega
     factors, _ = response(dense, targets, statistics, held_out=TOKENS[-8:])
     masks = masks_of(CONFIG, targets, statistics, factors)
     for target, pruned in zip(targets, find_targets(model)[0], strict=True):

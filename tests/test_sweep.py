@@ -93,18 +93,18 @@ def test_statistics_are_measured_once_for_all_cells_of_a_text(recipe, tmp_path, 
 
 
 def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, monkeypatch, few_rounds):
-    chosen, plain = [], pipeline.respond
+    calls, plain = [], pipeline.respond
 
     def count(*args, **kwargs):
-        chosen.append(args[5])
+        calls.append(1)
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(pipeline, "respond", count)
     cells = [{"method": ["fwanda", "fsparsegpt"], "allocation": ["response", "auto"], "bos": "none"}]
     found = Recipe.load(recipe(cells, seeds=[0, 1]))
     cells = run(found, tmp_path / "out")
-    assert len(chosen) == 4  # of 8 cells
-    for config, cell in zip(found.cells[::3], cells[::3], strict=True):
+    assert len(calls) == 4  # of 8 cells
+    for config, cell in zip(found.cells[4:], cells[4:], strict=True):
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
         assert cell["perplexity"] == alone.perplexity["pruned"]
         assert cell["report"]["config"]["chosen"] == alone.config["chosen"]

@@ -44,11 +44,47 @@ def test_energies_equal_those_of_retained_gradients(family, settings):
         torch.testing.assert_close(energies[name], energy, rtol=1e-4, atol=1e-9)
 
 
-def test_an_expert_has_no_energies():
+def test_the_run_is_that_of_the_restatement():
+    """The first block, whose inputs are those of the dense model: energies summed over the matrices with one input."""
+    dense, (weights, _) = tiny.llama(), pruned("fsparsegpt", power=1.0)
+    energies, inputs, handles = expected_energies(tiny.llama()), {}, []
+    targets = [t for t in find_targets(dense)[0] if t.block == 0]
+    for target in targets:
+
+        def hook(_module, args, _output, name=target.name):
+            inputs[name] = args[0].detach().flatten(0, 1)
+
+        handles.append(target.module.register_forward_hook(hook))
+    dense(TOKENS)
+    for target, found in zip(targets, weights, strict=False):
+        x = inputs[target.name]
+        same = [other.name for other in targets if torch.equal(inputs[other.name], x)]
+        assert len(same) == {"q": 3, "k": 3, "v": 3, "g": 2, "u": 2}.get(target.name.split(".")[-1][0], 1)
+        weight = sum(energies[name] for name in same).sqrt()
+        factor, _ = fk.obs_factor(x.T @ (x * (weight / weight.mean())[:, None]), 0.01)
+        expected = target.weight.clone()
+        fk.obs_prune_(expected, factor=factor, pattern=(2, 4))
+        assert torch.equal(expected != 0, found != 0), target.name
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_experts_have_no_energies_even_where_all_see_each_token():
     model = families.build("mixtral")
+    model.config.num_experts_per_tok = model.config.num_local_experts
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = model.config.num_local_experts
     targets = find_targets(model)[0]
     energies, _ = token_energies(model, TOKENS, targets, progress=False)
     assert energies and not any("expert" in name for name in energies)
+
+
+def test_matrices_that_no_token_reaches_have_none(monkeypatch):
+    model = tiny.llama()
+    mlp = model.model.layers[1].mlp
+    monkeypatch.setattr(mlp, "forward", lambda x: x)
+    targets = [t for t in find_targets(model)[0] if "layers.1.mlp" in t.name]
+    assert token_energies(model, TOKENS, targets, progress=False)[0] == {}
 
 
 def test_gradients_that_overflow_are_refused():
@@ -74,9 +110,19 @@ def test_hessians_weigh_each_token_in_the_order_of_the_calls():
             second(part + 1)
     flat = x.flatten(0, 1)
     torch.testing.assert_close(hessians["first"], flat.T @ (flat * weight[:, None]), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="token_weight names 'third', which is none of the modules"):
+        with fk.collect_hessians({"first": first}, {"third": weight}):
+            pass
     with pytest.raises(ValueError, match="first sees 30 tokens or more, token_weight has 29"):
         with fk.collect_hessians({"first": first}, {"first": weight[:29]}):
             first(x)
+
+
+def test_a_heavy_token_does_not_overflow_in_half_precision():
+    fc, x = torch.nn.Linear(8, 4).half(), torch.full((1, 4, 8), 3000.0).half()
+    with fk.collect_hessians({"fc": fc}, {"fc": torch.tensor([600.0, 0.0, 0.0, 0.0])}) as hessians:
+        fc(x)
+    torch.testing.assert_close(hessians["fc"], torch.full((8, 8), 600 * 9e6), rtol=1e-2, atol=0)
 
 
 def pruned(method: str, **settings):

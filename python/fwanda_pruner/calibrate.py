@@ -6,7 +6,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from .config import TEXT_NUMBERS
 from .devices import model_device
 from .errors import UserError, one_line
 from .model import Target, find_blocks
-from .passes import Passes, PassFacts, PassSettings, Progress
+from .passes import Passes, PassFacts, PassSettings, Progress, uncompiled
 from .resume import RunState
 from .save import atomic_file
 
@@ -222,22 +222,17 @@ def calibrate(
     """
     modules = {t.name: t.module for t in targets}
     settings, signed = settings or PassSettings(), SignedSums(modules)
-    signed.clear()
     if fisher == "mean":
-        if settings.compile == "on":
-            warnings.warn("--fisher mean is measured without compiled blocks, in spite of --compile on", stacklevel=2)
-        settings = replace(settings, compile="off")
-    label = "calibrate" if fisher is None else "calibrate (forward and backward)"
-    passes = Passes(
-        model=model,
-        blocks=find_blocks(model)[1],
-        modules=modules,
-        tokens=tokens,
-        backward=fisher is not None,
+        settings = uncompiled(settings, "--fisher mean is measured")
+    passes = fisher_passes(
+        model,
+        tokens,
+        modules,
+        fisher=fisher,
+        seed=seed,
         settings=settings,
-        label=label if progress else None,
-        label_seed=seed if fisher == "true" else None,
         beside=signed if fisher == "mean" else nullcontext(),
+        progress=progress,
     )
     if state is not None and fisher != "mean":
         passes.progress = _recalled_progress(state, model_device(model))
@@ -250,6 +245,32 @@ def calibrate(
         if target.name in signed.g1:
             statistics.g2[target.name] = (signed.g1[target.name].square() / statistics.n_tokens[target.name]).float()
     return statistics
+
+
+def fisher_passes(
+    model: nn.Module,
+    tokens: Tensor,
+    modules: Mapping[str, nn.Module],
+    *,
+    fisher: str | None,
+    seed: int,
+    settings: PassSettings,
+    beside: AbstractContextManager,
+    progress: bool,
+) -> Passes:
+    """The passes of calibrate(), not run yet, with other hooks beside those of the modules."""
+    label = "calibrate" if fisher is None else "calibrate (forward and backward)"
+    return Passes(
+        model=model,
+        blocks=find_blocks(model)[1],
+        modules=modules,
+        tokens=tokens,
+        backward=fisher is not None,
+        settings=settings,
+        label=label if progress else None,
+        label_seed=seed if fisher == "true" else None,
+        beside=beside,
+    )
 
 
 def _keep_progress(state: RunState, progress: Progress) -> None:
@@ -281,6 +302,7 @@ class OutputGradients:
     def __init__(self, modules: Mapping[str, nn.Module]):
         self._modules = modules
         self._handles: list = []
+        self.clear()
 
     def __enter__(self) -> OutputGradients:
         self.clear()

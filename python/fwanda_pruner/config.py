@@ -20,7 +20,8 @@ class Method:
         order: its default order.
         scores_inputs: ranks by |W| * norm of the input columns, so it needs x2.
         updates_weights: sweeps with a Hessian, so it reads the calibration text block by block.
-        weighs_rows: multiplies scores by omega^p, so it needs omega under any allocation.
+        weighs_rows: multiplies its errors by omega^p, so it needs omega under any allocation; under a pattern, where
+            that cancels, it weighs tokens instead.
     """
 
     allocations: tuple[str, ...]
@@ -85,7 +86,8 @@ class PruneConfig:
     )
     power: float = _setting(
         0.5,
-        "exponent p of omega^p, for row allocation and F-SparseGPT's weights of rows, or of tokens under a pattern",
+        "exponent p of omega^p, for row allocation and F-SparseGPT's weights of rows (not with response), or of tokens "
+        "under a pattern",
         type=float,
     )
     row_exponent: float = _setting(0.75, "damping exponent b of the global allocation across rows", type=float)
@@ -234,7 +236,7 @@ class PruneConfig:
 
     @property
     def responds(self) -> bool:
-        """Whether the pruned model is measured too; under a pattern an update of the weights leaves nothing to it."""
+        """Whether the pruned model is measured too; F-SparseGPT selects by its Hessian under a pattern."""
         return self.allocation in RESPONSES and (self.nm is None or self.facts.scores_inputs)
 
     @property

@@ -34,7 +34,7 @@ def masks_of(
     """
     scales = {t.name: column_scale(statistics, factors, t.name) for t in targets}
     if config.nm:
-        return {t.name: partial(pattern_mask, t, scales[t.name], *config.nm) for t in targets}
+        return {t.name: partial(_pattern_mask, t, scales[t.name], *config.nm) for t in targets}
     if factors is None:
         budgets = keep_budgets(config, list(targets), statistics)
     else:
@@ -53,7 +53,7 @@ def row_mask(target: Target, scale: Tensor, keep: Tensor) -> Tensor:
     return fk.row_topk_mask(target.weight, scale, keep)
 
 
-def pattern_mask(target: Target, scale: Tensor, n: int, m: int) -> Tensor:
+def _pattern_mask(target: Target, scale: Tensor, n: int, m: int) -> Tensor:
     """[R, C] bool: of every m columns the n largest |W| * scale; columns left over stay."""
     weight = target.weight
     whole = weight.shape[1] - weight.shape[1] % m

@@ -214,7 +214,10 @@ def _token_weights(job: Job, stream: BlockStream, index: int, targets: list[Targ
     energies, weights = job.energies or {}, {}
     if not any(t.name in energies for t in targets):
         return weights
-    for names in stream.input_groups(index, {t.name: t.module for t in targets}):
+    groups = [[t.name for t in targets]]  # in true-sequential order those with one input
+    if job.config.order != "true-sequential":
+        groups = stream.input_groups(index, {t.name: t.module for t in targets})
+    for names in groups:
         if all(name in energies for name in names):
             weight = token_weights([energies[name] for name in names], job.config.power)
             weights |= dict.fromkeys(names, weight)

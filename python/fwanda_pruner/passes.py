@@ -60,6 +60,13 @@ class PassFacts:
     compile_seconds: float = 0.0
 
 
+def uncompiled(settings: PassSettings, what: str) -> PassSettings:
+    """The settings without compiled blocks, which `what` does not allow; says so where they were asked for."""
+    if settings.compile == "on":
+        warnings.warn(f"{what} without compiled blocks, in spite of --compile on", stacklevel=3)
+    return replace(settings, compile="off")
+
+
 @dataclass
 class Progress:
     """Where an interrupted calibration can go on.

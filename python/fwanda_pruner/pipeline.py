@@ -496,6 +496,7 @@ class _Run:
         if self.tokens is not None:
             tokens_sha256 = data.tokens_sha256(self.tokens)
         uses_floor = config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
+        uses_floor &= self.factors is None
         return Report(
             config={
                 "model": self.model.config.name_or_path,

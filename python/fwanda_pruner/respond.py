@@ -31,7 +31,7 @@ from .calibrate import Statistics, frozen
 from .config import PruneConfig
 from .masks import Masks, column_scale, kept_as_bits, masked_loss, masks_of
 from .model import Target, find_blocks
-from .passes import Passes, PassFacts, PassSettings
+from .passes import Passes, PassFacts, PassSettings, uncompiled
 
 ROUNDS = 8
 _ROUND_TOKENS = 32768
@@ -113,12 +113,10 @@ def respond(
     Raises:
         UserError: the Fisher information is 0 everywhere, or the memory does not suffice.
     """
-    if settings.compile == "on":
-        warnings.warn("the pruned model is measured without compiled blocks, in spite of --compile on", stacklevel=2)
     size = min(len(tokens), math.ceil(_ROUND_TOKENS / tokens.shape[1]))
     # small passes, since the differences between them tell the noise
     micro_batch = min(settings.micro_batch or size, max(1, size // _CALLS))
-    settings = replace(settings, compile="off", micro_batch=micro_batch)
+    settings = replace(uncompiled(settings, "the pruned model is measured"), micro_batch=micro_batch)
     if statistics.passes and statistics.passes["checkpointing"]:
         settings = replace(settings, checkpointing="on")
     factors = global_factors(config, targets, statistics)

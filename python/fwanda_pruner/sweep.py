@@ -42,8 +42,9 @@ class Recipe:
     Attributes:
         cells: the settings of each cell, without repetitions.
         tasks: names for fwanda_pruner.evaluate_tasks(), run on the dense model and on each cell.
-        share_statistics: one forward and backward pass serves all cells with the same text and Fisher information.
-            Without it each cell measures its own, so that its seconds and joules are those of a run by itself.
+        share_statistics: one forward and backward pass serves all cells with the same text and Fisher information, and
+            what "auto" or "response" chose serves every method; seconds and joules of a cell are of the rest. Without
+            it each cell measures and chooses by itself, so that they are those of a run by itself.
     """
 
     cells: tuple[PruneConfig, ...]
@@ -158,11 +159,11 @@ def run(
         asked = config
         before = _dense_facts(model, tokenizer, config, recipe, output, tasks, source)
         config = replace(config, bos={True: "window", False: "none", None: config.bos}[before.get("bos")])
-        state = RunState()
+        statistics, state = None, None
         if recipe.share_statistics and config.reads_statistics:
-            shared = _shared(model, tokenizer, config, recipe, shared, progress)
-            state = _Choices(choices, config)
-        cell = _cell(model, tokenizer, config, recipe, shared, state, targets, dense, tasks, progress)
+            shared = _shared(model, tokenizer, config, shared, progress)
+            statistics, state = shared[1], _Choices(choices, config)
+        cell = _cell(model, tokenizer, config, recipe, statistics, state, targets, dense, tasks, progress)
         cell = {"model": source, **cell, "dense": before}
         with atomic_file(path) as temporary:
             temporary.write_text(json.dumps(cell) + "\n", encoding="utf-8")
@@ -223,7 +224,7 @@ def _calibration(config: PruneConfig) -> tuple[str, ...]:
     return tuple(str(getattr(config, name)) for name in _CALIBRATION)
 
 
-def _shared(model, tokenizer, config: PruneConfig, recipe: Recipe, last, progress: bool) -> tuple[tuple, Statistics]:
+def _shared(model, tokenizer, config: PruneConfig, last, progress: bool) -> tuple[tuple, Statistics]:
     """The statistics of the cell's text: those of the cell before where they are the same."""
     key = _calibration(config)
     if last is not None and last[0] == key:
@@ -240,18 +241,21 @@ class _Choices(RunState):
         self._key = replace(config, method="fwanda", order="onepass")
 
     def recall(self, stage: str) -> tuple[dict[str, Tensor], dict] | None:
-        return self._choices.get(self._key) if stage == "chosen" else None
+        if stage != "chosen" or self._key not in self._choices:
+            return None
+        tensors, facts, notes = self._choices[self._key]
+        self.notes += [note for note in notes if note not in self.notes]
+        return tensors, facts
 
     def keep(self, stage: str, tensors: dict[str, Tensor], facts: dict | None = None) -> None:
         if stage == "chosen":
-            self._choices[self._key] = tensors, facts
+            self._choices[self._key] = tensors, facts, list(self.notes)
 
 
 def _cell(
-    model, tokenizer, config, recipe, shared, state, targets: list[Target], dense, tasks: dict, progress: bool
+    model, tokenizer, config, recipe, statistics, state, targets: list[Target], dense, tasks: dict, progress: bool
 ) -> dict:
     """Prune, evaluate, and put the dense weights back."""
-    statistics = shared[1] if shared is not None and recipe.share_statistics and config.reads_statistics else None
     try:
         settings = replace(config, eval=None)
         report = prune(model, tokenizer, config=settings, statistics=statistics, state=state, progress=progress)

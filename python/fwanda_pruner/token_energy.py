@@ -7,17 +7,15 @@ pattern this acts where a factor for each row cancels.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from .calibrate import OutputGradients, frozen
+from .calibrate import OutputGradients, fisher_passes, frozen
 from .errors import UserError
-from .model import Target, find_blocks
-from .passes import Passes, PassFacts, PassSettings
+from .model import Target
+from .passes import PassFacts, PassSettings, uncompiled
 
 
 class _Energies(OutputGradients):
@@ -62,26 +60,21 @@ def token_energies(
     Raises:
         UserError: the memory does not suffice, or a gradient is not finite.
     """
-    modules = {t.name: t.module for t in targets}
-    settings = settings or PassSettings()
-    if settings.compile == "on":
-        warnings.warn("tokens are weighed without compiled blocks, in spite of --compile on", stacklevel=2)
-    energies = _Energies(modules)
-    passes = Passes(
-        model=model,
-        blocks=find_blocks(model)[1],
-        modules={},
-        tokens=tokens,
-        backward=True,
-        settings=replace(settings, compile="off"),
-        label="calibrate (forward and backward)" if progress else None,
-        label_seed=seed if fisher == "true" else None,
+    energies = _Energies({t.name: t.module for t in targets if t.slice_of is None})
+    passes = fisher_passes(
+        model,
+        tokens,
+        {},
+        fisher=fisher,
+        seed=seed,
+        settings=uncompiled(settings or PassSettings(), "tokens are weighed"),
         beside=energies,
+        progress=progress,
     )
     with torch.inference_mode(False), torch.enable_grad(), frozen(model, backward=True):
         _, facts = passes.run()
     found = {name: torch.cat(parts) for name, parts in energies.parts.items()}
-    if not bool(torch.stack([energy.sum().isfinite() for energy in found.values()]).all()):
+    if found and not bool(torch.stack([energy.sum().isfinite() for energy in found.values()]).all()):
         raise UserError("gradients have NaN or inf values; the model overflows on the calibration text")
     return {name: energy for name, energy in found.items() if len(energy) == tokens.numel()}, facts
 
