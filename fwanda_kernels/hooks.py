@@ -321,11 +321,16 @@ def collect_hessians(
             of modules with one input, that of the first is taken. Without an entry, and with None, a token counts 1.
 
     Raises:
-        ValueError: token_weight names no module; or, in a forward pass, a module sees more tokens than it has weights.
+        ValueError: token_weight names no module or is not [T]; a module sees more tokens than it has weights, in a
+            forward pass, or fewer, at the end of the block.
     """
     token_weight = token_weight or {}
     if unknown := token_weight.keys() - modules.keys():
         raise ValueError(f"collect_hessians: token_weight names {min(unknown)!r}, which is none of the modules")
+    if wrong := [name for name, weight in token_weight.items() if weight.dim() != 1]:
+        raise ValueError(
+            f"collect_hessians: token_weight of {wrong[0]} must be [T], got {list(token_weight[wrong[0]].shape)}"
+        )
     seen: dict[str, int] = {}
     hessians: dict[str, Tensor] = {}
     owners: dict[str, str] = {}
@@ -362,6 +367,9 @@ def collect_hessians(
         for handle in handles:
             handle.remove()
         last.clear()
+    for name, count in seen.items():
+        if count != len(token_weight[name]):
+            raise ValueError(f"collect_hessians: {name} saw {count} tokens, token_weight has {len(token_weight[name])}")
 
 
 def _first_input(args: tuple, kwargs: dict) -> Tensor:

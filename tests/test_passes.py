@@ -286,6 +286,29 @@ def test_compiled_calls_without_hooks_are_not_mistaken_for_those_with(quick_comp
     assert_close(other, {n: (one.x2[n], one.g2[n]) for n in one.x2}, SAMPLES * LENGTH)
 
 
+@pytest.mark.parametrize("skipped", ["layers.0.mlp.up_proj", "layers.0.self_attn.k_proj", "layers.1.", "down_proj"])
+def test_compiled_blocks_with_other_hooks_share_no_graph(skipped, quick_compile):
+    """Neither within a run nor with one before it in the process."""
+    tokens = tiny.tokens(SAMPLES, LENGTH)
+    one = measure(tiny.llama(), tokens)
+    for wanted in (lambda name: skipped not in name, lambda name: True):
+        model = tiny.llama()
+        targets = [target for target in find_targets(model)[0] if wanted(target.name)]
+        other = calibrate(model, tokens, targets, settings=PassSettings(2, "on"), progress=False)
+        assert other.passes["compiled"]
+        assert_close(other, {t.name: (one.x2[t.name], one.g2[t.name]) for t in targets}, SAMPLES * LENGTH)
+
+
+@pytest.mark.parametrize("fault", ["inference", "detached"])
+def test_a_model_without_a_backward_pass_is_one_line(fault):
+    with torch.inference_mode(fault == "inference"):
+        model = tiny.llama()
+    if fault == "detached":
+        model.model.layers[-1].register_forward_hook(lambda _module, _args, output: output.detach())
+    with pytest.raises(UserError, match="inference_mode|lets no gradient through to its blocks"):
+        measure(model, tiny.tokens(4, LENGTH))
+
+
 def test_each_module_keeps_its_training_mode():
     model = tiny.llama().train()
     model.model.layers[0].eval()

@@ -79,6 +79,17 @@ def test_experts_have_no_energies_even_where_all_see_each_token():
     assert energies and not any("expert" in name for name in energies)
 
 
+@pytest.mark.parametrize("settings", [PassSettings(2), PassSettings(3, checkpointing="on")], ids=str)
+def test_energies_keep_the_order_of_calls_in_parts(settings, monkeypatch):
+    model, whole = tiny.llama(), tiny.llama()
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda x: torch.cat([forward(part) for part in x.split(1)]))
+    energies, _ = token_energies(model, TOKENS, find_targets(model)[0], settings=settings, progress=False)
+    expected = expected_energies(whole)
+    torch.testing.assert_close(energies["model.layers.0.mlp.up_proj"], expected["model.layers.0.mlp.up_proj"])
+
+
 def test_matrices_that_no_token_reaches_have_none(monkeypatch):
     model = tiny.llama()
     mlp = model.model.layers[1].mlp
@@ -113,6 +124,12 @@ def test_hessians_weigh_each_token_in_the_order_of_the_calls():
     with pytest.raises(ValueError, match="token_weight names 'third', which is none of the modules"):
         with fk.collect_hessians({"first": first}, {"third": weight}):
             pass
+    with pytest.raises(ValueError, match=r"token_weight of first must be \[T\], got \[5, 6\]"):
+        with fk.collect_hessians({"first": first}, {"first": weight.view(5, 6)}):
+            pass
+    with pytest.raises(ValueError, match="first saw 30 tokens, token_weight has 31"):
+        with fk.collect_hessians({"first": first}, {"first": torch.ones(31)}):
+            first(x)
     with pytest.raises(ValueError, match="first sees 30 tokens or more, token_weight has 29"):
         with fk.collect_hessians({"first": first}, {"first": weight[:29]}):
             first(x)

@@ -293,7 +293,8 @@ def _recalled_progress(state: RunState, device: torch.device) -> Progress | None
 
 
 class OutputGradients:
-    """Context manager that hands each gradient at the outputs of modules, which are not compiled, to add().
+    """Context manager that hands each gradient at the outputs of modules, which are not compiled, to add(), with the
+    number of the call. Gradients come in another order than calls, and calls that checkpointing repeats have none.
 
     Args:
         modules: name -> module with one output [..., R].
@@ -302,9 +303,11 @@ class OutputGradients:
     def __init__(self, modules: Mapping[str, nn.Module]):
         self._modules = modules
         self._handles: list = []
+        self._calls: dict[str, int] = {}
         self.clear()
 
     def __enter__(self) -> OutputGradients:
+        self._calls = dict.fromkeys(self._modules, 0)
         self.clear()
         self._handles = [m.register_forward_hook(partial(self._hook, name)) for name, m in self._modules.items()]
         return self
@@ -315,13 +318,14 @@ class OutputGradients:
 
     def _hook(self, name: str, _module: nn.Module, _args: tuple, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(partial(self.add, name))
+            output.register_hook(partial(self.add, name, self._calls[name]))
+        self._calls[name] += 1
 
     def clear(self) -> None:
         """Begin from nothing; called whenever the block is entered."""
         raise NotImplementedError
 
-    def add(self, name: str, gradient: Tensor) -> None:
+    def add(self, name: str, call: int, gradient: Tensor) -> None:
         """Take the gradient of one call of a module."""
         raise NotImplementedError
 
@@ -336,7 +340,7 @@ class SignedSums(OutputGradients):
     def clear(self) -> None:
         self.g1: dict[str, Tensor] = {}
 
-    def add(self, name: str, gradient: Tensor) -> None:
+    def add(self, name: str, call: int, gradient: Tensor) -> None:
         total = gradient.flatten(0, -2).sum(0, dtype=torch.float64)
         self.g1[name] = self.g1[name] + total if name in self.g1 else total
 
@@ -347,6 +351,8 @@ def frozen(model: nn.Module, backward: bool) -> Iterator[None]:
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:
         p.requires_grad_(False)
+    if backward and any(p.is_inference() for p in model.parameters()):
+        raise UserError("the model was made under torch.inference_mode(), which allows no backward pass")
     embedding = model.get_input_embeddings()
     handle = embedding.register_forward_hook(lambda _m, _i, out: out.requires_grad_(True)) if backward else None
     try:

@@ -56,6 +56,10 @@ def backward_of_summed_loss(
     """
     output = decoder(input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state
+    if not hidden.requires_grad:
+        raise UserError(
+            f"{type(model).__name__} lets no gradient through to its blocks: it cannot be measured backwards"
+        )
     gradient = torch.zeros_like(hidden)
     with _head_of(model, decoder, type(output)) as head:
         slices = [_loss_gradient(head, *part, generator) for part in _slices(model, hidden.detach(), ids)]

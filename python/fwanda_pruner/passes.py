@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -187,7 +187,7 @@ class Passes:
             yield size
         if grow:
             facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
-        compiled, seen = _Compiled(self.blocks, bool(self.modules)), {}
+        compiled, seen = _Compiled(self.blocks, self.modules.values()), {}
         seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether compiled
         kept = time.monotonic()
         with self._checkpointing(facts.checkpointing):
@@ -282,18 +282,20 @@ class _CompileError(Exception):
     """A block could not be compiled; one line."""
 
 
-def _call(block: nn.Module, observed: bool, *args, **kwargs):
+def _call(block: nn.Module, observed: str, *args, **kwargs):
     """A call of a block, to be compiled. The compiler looks calls up by code and arguments and compares no hooks: a
-    function of our own, told whether there are any, is never mixed up with other compiled calls of the block."""
+    function of our own, told which of the modules have some, is never mixed up with other compiled calls of the block,
+    nor with those of a block in which others have."""
     call = block._call_impl
     return call(*args, **kwargs) if observed else call(*args, **kwargs)  # only what is read is compared
 
 
 class _Compiled:
-    """Compiled calls of the blocks, on for a pass at a time. Blocks of one structure share one graph."""
+    """Compiled calls of the blocks, on for a pass at a time. Blocks of one structure, with hooks on the same modules,
+    share one graph."""
 
-    def __init__(self, blocks: Sequence[nn.Module], observed: bool):
-        self.blocks, self.observed = blocks, observed
+    def __init__(self, blocks: Sequence[nn.Module], observed: Iterable[nn.Module]):
+        self.blocks, self.observed = blocks, set(observed)
         self.calls: dict[nn.Module, Callable] | None = None
 
     @contextmanager
@@ -302,7 +304,7 @@ class _Compiled:
             yield
             return
         call = torch.compile(_call, dynamic=False)
-        calls = self.calls or {block: partial(call, block, self.observed) for block in self.blocks}
+        calls = self.calls or {block: partial(call, block, self._hooked(block)) for block in self.blocks}
         try:
             with replaced("_compiled_call_impl", calls):
                 yield
@@ -313,3 +315,6 @@ class _Compiled:
                 raise
             raise _CompileError(one_line(error)) from error
         self.calls = calls
+
+    def _hooked(self, block: nn.Module) -> str:
+        return " ".join(name for name, module in block.named_modules() if module in self.observed)

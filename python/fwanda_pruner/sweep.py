@@ -185,6 +185,7 @@ def _key(config: PruneConfig, recipe: Recipe, source: str | None, limit: int | N
     """Name of a cell's file: what its result depends on."""
     facts = {
         **config.to_dict(),
+        "version": fk.__version__,
         "model": source,
         "tasks": recipe.tasks,
         "limit": limit,

@@ -22,14 +22,14 @@ class _Energies(OutputGradients):
     """Keeps sum_i G_ti^2 of each token.
 
     Attributes:
-        parts: name -> [T] fp32 of each call, in order.
+        parts: name -> number of the call -> [T] fp32.
     """
 
     def clear(self) -> None:
-        self.parts: dict[str, list[Tensor]] = {}
+        self.parts: dict[str, dict[int, Tensor]] = {}
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        self.parts.setdefault(name, []).append(gradient.flatten(0, -2).float().square().sum(1))
+    def add(self, name: str, call: int, gradient: Tensor) -> None:
+        self.parts.setdefault(name, {})[call] = gradient.flatten(0, -2).float().square().sum(1)
 
 
 def token_energies(
@@ -73,7 +73,7 @@ def token_energies(
     )
     with torch.inference_mode(False), torch.enable_grad(), frozen(model, backward=True):
         _, facts = passes.run()
-    found = {name: torch.cat(parts) for name, parts in energies.parts.items()}
+    found = {name: torch.cat([parts[call] for call in sorted(parts)]) for name, parts in energies.parts.items()}
     if found and not bool(torch.stack([energy.sum().isfinite() for energy in found.values()]).all()):
         raise UserError("gradients have NaN or inf values; the model overflows on the calibration text")
     return {name: energy for name, energy in found.items() if len(energy) == tokens.numel()}, facts
