@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import data, evaluate
 from .config import PruneConfig
+from .errors import UserError
 from .load import load_model
 from .pipeline import collect, protocol, prune
 from .report import FILE_NAME
@@ -31,18 +32,22 @@ def run(output: Path, *, quick: bool = False) -> None:
     """
     nsamples, windows, seqlen = (2, 2, 128) if quick else (16, 16, 512)
     overwrite = (output / FILE_NAME).exists()
+    if not overwrite and output.is_dir() and any(output.iterdir()):
+        raise UserError(f"{output} exists and is not of a demo; choose another --output")
     check_output(output, overwrite=overwrite)
     config = PruneConfig(sparsity=_SPARSITY, nsamples=nsamples, seqlen=seqlen, no_check=True)  # the table shows it
     model, tokenizer = load_model("smollm2", device="cpu")
+    print(f"calibrating on {nsamples} x {seqlen} tokens", flush=True)
     start = time.perf_counter()
     statistics = collect(model, tokenizer, config=config)
     calibration_seconds = time.perf_counter() - start
     held_out = data.evaluation_tokens(data.SAMPLE, tokenizer, seqlen=seqlen, bos=statistics.bos, windows=windows)
     dense = evaluate.perplexity(model, held_out, label="dense perplexity")
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    rows, best = [], float("inf")
+    rows, best = [], None
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=output.resolve().parent) as scratch:
         for method, allocation in _RUNS[2:3] + _RUNS[:1] if quick else _RUNS:
+            print(f"pruning by {method} {allocation}", flush=True)
             model.load_state_dict(weights)
             settings = replace(config, method=method, allocation=allocation)
             start = time.perf_counter()
@@ -53,11 +58,12 @@ def run(output: Path, *, quick: bool = False) -> None:
             if method != "sparsegpt":
                 report.seconds = {"calibrate": round(calibration_seconds, 3), **report.seconds}
             report.perplexity = {"dense": dense, "pruned": pruned, **protocol(held_out, statistics.bos, tokenizer)}
-            better = pruned < best
-            folder = output if better else Path(scratch, f"{method}-{allocation}")  # saving audits the zeros
-            save_pruned(model, tokenizer, report, folder, overwrite=overwrite or best < float("inf"))
-            best = min(best, pruned)
+            save_pruned(model, tokenizer, report, Path(scratch, f"{method}-{allocation}"))  # audits the zeros
+            if best is None or pruned < best[0]:
+                best = pruned, {name: weight.clone() for name, weight in model.state_dict().items()}, report
             rows.append((method, allocation, report.sparsity["matrices"], pruned, seconds))
+    model.load_state_dict(best[1])
+    save_pruned(model, tokenizer, best[2], output, overwrite=overwrite)
     _print(rows, dense, held_out.shape, output)
 
 
