@@ -339,3 +339,8 @@ def test_doctor_says_what_is_here(capsys):
 def test_the_command_exits_with_the_code(folder):
     done = subprocess.run([sys.executable, "-m", "fwanda_pruner", "prune"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("fwanda: error: ")
+
+
+def test_evaluation_settings_without_a_text_are_refused(capsys):
+    assert main(["prune", "model", "--output", "out", "--eval-windows", "2"]) == 2
+    assert "need a text; add --eval TEXT" in capsys.readouterr().err

@@ -205,6 +205,8 @@ def _prune(args: argparse.Namespace) -> None:
     config = _config(args)
     if not args.output and not args.dry_run:
         raise UserError("--output DIR is required (or --dry-run)")
+    if config.eval is None and (config.eval_windows or config.eval_seqlen):
+        raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
     from . import pipeline, report
     from .calibrate import Statistics
     from .resume import RunState

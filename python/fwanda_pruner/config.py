@@ -103,7 +103,7 @@ class PruneConfig:
     fisher: str | None = _setting(
         None,
         "Fisher information: empirical, from the labels of the text; true, from labels drawn from the model's own "
-        "predictions; mean, the squared mean gradient, for comparison (default: that of --statistics, else empirical)",
+        "predictions; mean, the squared mean gradient, for comparison (default: empirical, or as in the statistics)",
         ("empirical", "true", "mean"),
     )
     calibration: str = _setting(
@@ -117,7 +117,10 @@ class PruneConfig:
         "start windows with BOS: whichever gives the lower dense loss, never, or each window",
         ("auto", "none", "window"),
     )
-    eval: str | None = _setting(None, "text for perplexity: a file, wikitext2, sample, or a dataset name")
+    eval: str | None = _setting(
+        None,
+        "text for perplexity: a file, wikitext2, sample, or a dataset name (default: none; eval: wikitext2)",
+    )
     eval_seqlen: int | None = _setting(None, "tokens in an evaluation window (default: seqlen, 2048)", type=int)
     eval_windows: int | None = _setting(None, "evaluate the first N windows only (default: all)", type=int)
     device: str = _setting("auto", "cpu, cuda, cuda:N, or auto: cuda where there is one")
