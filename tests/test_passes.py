@@ -305,8 +305,10 @@ def test_a_model_without_a_backward_pass_is_one_line(fault):
         model = tiny.llama()
     if fault == "detached":
         model.model.layers[-1].register_forward_hook(lambda _module, _args, output: output.detach())
+    before = [parameter.requires_grad for parameter in model.parameters()]
     with pytest.raises(UserError, match="inference_mode|lets no gradient through to its blocks"):
         measure(model, tiny.tokens(4, LENGTH))
+    assert [parameter.requires_grad for parameter in model.parameters()] == before
 
 
 def test_each_module_keeps_its_training_mode():

@@ -347,12 +347,16 @@ class SignedSums(OutputGradients):
 
 @contextmanager
 def frozen(model: nn.Module, backward: bool) -> Iterator[None]:
-    """No parameter wants a gradient; with backward, the embedding output does, so that a graph exists."""
+    """No parameter wants a gradient; with backward, the embedding output does, so that a graph exists.
+
+    Raises:
+        UserError: a backward pass is wanted of a model that was made under inference mode.
+    """
+    if backward and any(p.is_inference() for p in model.parameters()):
+        raise UserError("the model was made under torch.inference_mode(), which allows no backward pass")
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:
         p.requires_grad_(False)
-    if backward and any(p.is_inference() for p in model.parameters()):
-        raise UserError("the model was made under torch.inference_mode(), which allows no backward pass")
     embedding = model.get_input_embeddings()
     handle = embedding.register_forward_hook(lambda _m, _i, out: out.requires_grad_(True)) if backward else None
     try:

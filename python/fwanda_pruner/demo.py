@@ -77,4 +77,6 @@ def _print(rows: list[tuple], dense: float, shape, output: Path) -> None:
     best = min(rows, key=lambda row: row[3])
     print(f"\nSaved the best, {best[0]} {best[1]}, in {output}.")
     print("Next: fwanda prune MODEL --method fwanda --allocation auto --sparsity 0.5 --calibration TEXT --output DIR")
-    print("on a GPU; on a CPU auto takes most of an hour even for this model, and global, above, is the quick choice.")
+    print(
+        "on a GPU; on a CPU auto takes tens of minutes even for such a model, and global, above, is the quick choice."
+    )

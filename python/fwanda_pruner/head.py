@@ -51,6 +51,9 @@ def backward_of_summed_loss(
         ids: [B, L] int64 windows without padding.
         generator: draws each label from the model's own predictions, as sample_labels(); None: the labels are the text.
 
+    Raises:
+        UserError: the output of the decoder does not depend on its embeddings by gradients.
+
     The head runs on slices of the positions and its gradient is formed at once, so that logits [B L, V] in fp32 never
     exist as a whole: 2 GB for 2,048 tokens and a vocabulary of 262,144. Costs no extra FLOPs.
     """
