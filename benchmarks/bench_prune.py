@@ -10,8 +10,8 @@ tokens, windows of L tokens, V words and hidden size H, the floor of a method th
     attention = 2 L^2 x heads x head size x layers x windows (causal), head = 2 V H T
     roof      = median rate of 8192^3 products of random data, sustained for 2 s in the same run (512^3 on a CPU)
 
-The total of a run is calibrate + budgets + prune: reading the text, the check against Wanda and building or
-saving the model are left out.
+The total of a run is calibrate + budgets + prune: reading the text and building or saving the model are left out, and
+the runs go without the check against Wanda, so that the joules are of the same work.
 "Cold" is the first run of the process, compilation included; "warm" the runs after it. The plain-torch pipeline
 (--naive, see prune_naive.py) runs warm on equal weights, and its masks are compared.
 """
@@ -47,7 +47,7 @@ from fwanda_pruner.model import find_targets
 PAPER_REPEATS = 5
 ROOF_SECONDS = {"cuda": 2.0, "cpu": 0.2}
 JOULES = ("gross_joules", "net_joules", "sampled_net_joules")
-OUTSIDE = ("text", "load", "check", "save", "eval_dense", "eval_pruned")
+OUTSIDE = ("text", "load", "save", "eval_dense", "eval_pruned")
 
 
 def main() -> None:
@@ -89,7 +89,8 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
         parser.error(f"--repeats must be at least {int(args.naive)}, got {args.repeats}")
     try:
         others = dict(map(setting, args.set))
-        config = PruneConfig(args.method, args.allocation, args.sparsity, seed=args.seed, **others).resolved()
+        config = PruneConfig(args.method, args.allocation, args.sparsity, seed=args.seed, no_check=True, **others)
+        config = config.resolved()
     except (UserError, ValueError, TypeError) as error:
         parser.error(str(error))
     if args.naive and (config.nm or config.allocation != prune_naive.ALLOCATIONS[config.method]):

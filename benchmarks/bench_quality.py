@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--calibration", help="text in place of the recipe's")
     parser.add_argument("--eval", help="text in place of the recipe's")
     parser.add_argument("--eval-data", metavar="DIR", help="data sets of the tasks")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass")
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--bos", choices=("auto", "none", "window"))
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON files go")
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
     args.results.mkdir(parents=True, exist_ok=True)
     for name, recipe in recipes.items():
         folder = args.output / Path(name).stem
-        cells = sweep.run(model, tokenizer, recipe, folder, source=args.model, eval_data=args.eval_data)
+        tasks = {"eval_data": args.eval_data, "batch_size": args.batch_size}
+        cells = sweep.run(model, tokenizer, recipe, folder, source=args.model, **tasks)
         result = result_of(Path(name).stem, lines(recipe.cells, cells), next(model.parameters()).device.type)
         result["dtype"] = str(model.dtype).removeprefix("torch.")
         slug = re.sub(r"[^a-z0-9.]+", "-", f"{Path(args.model).name} {result['recipe']} {result['card']}".lower())

@@ -149,7 +149,7 @@ def run(
     choices: dict[PruneConfig, tuple] = {}
     shared: tuple[tuple, Statistics] | None = None
     for index, config in enumerate(sorted(recipe.cells, key=_calibration)):
-        path = output / _CELLS / f"{_key(config, recipe, source, limit)}.json"
+        path = output / _CELLS / f"{_key(config, recipe, source, tasks)}.json"
         if path.is_file():
             cells[config] = _read(path)
             continue
@@ -181,16 +181,18 @@ def describe(config: PruneConfig, among: Iterable[PruneConfig]) -> str:
     return " ".join([*words, *(f"{key}={values[key]}" for key in varying)])
 
 
-def _key(config: PruneConfig, recipe: Recipe, source: str | None, limit: int | None) -> str:
+def _key(config: PruneConfig, recipe: Recipe, source: str | None, tasks: dict) -> str:
     """Name of a cell's file: what its result depends on."""
     facts = {
         **config.to_dict(),
         "version": fk.__version__,
         "model": source,
         "tasks": recipe.tasks,
-        "limit": limit,
+        "limit": tasks.get("limit"),
         "shared": recipe.share_statistics,
     }
+    if "data_dir" in tasks:
+        facts["data_dir"] = str(Path(tasks["data_dir"]).resolve())
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -211,7 +213,7 @@ def _measured(model, tokenizer, config: PruneConfig, recipe: Recipe, tasks: dict
 def _dense_facts(model, tokenizer, config: PruneConfig, recipe: Recipe, output: Path, tasks: dict, source) -> dict:
     """_measured() of the dense model, once for each way to evaluate."""
     neutral = PruneConfig(**{key: getattr(config, key) for key in _EVALUATION}).resolved()
-    path = output / _CELLS / f"dense-{_key(neutral, recipe, source, tasks.get('limit'))}.json"
+    path = output / _CELLS / f"dense-{_key(neutral, recipe, source, tasks)}.json"
     if path.is_file():
         return _read(path)
     found = _measured(model, tokenizer, config, recipe, tasks)
