@@ -129,11 +129,21 @@ def table(result: dict) -> str:
     return "\n".join([
         f"{result['model']}, {result['dtype']}, {result['card']}{driver}, torch {result['torch']}, {result['date']}; "
         f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, {protocol['windows']} windows of "
-        f"{protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, {seeds}. Dense: {dense}.",
+        f"{protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, {seeds}. Dense: {dense}."
+        f"{zero_shot(result)}",
         "",
         *("| " + " | ".join(row) + " |" for row in [["", *head], ["---"] * (1 + len(head)), *body]),
         "",
     ])  # fmt: skip
+
+
+def zero_shot(result: dict) -> str:
+    """What the zero-shot accuracies were measured on, and how sure one of them is."""
+    errors = [error for line in result["lines"] for error in line.get("zero-shot stderr", ())]
+    if not errors:
+        return ""
+    examples = sum(task["samples"] for task in result["lines"][0]["tasks"][0].values())
+    return f" Zero-shot: {examples:,} examples, one accuracy has a standard error of {statistics.fmean(errors):.3f}."
 
 
 def best_of(rows: Iterable[dict[str, dict]], name: str, column: str) -> float:

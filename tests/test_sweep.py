@@ -150,6 +150,22 @@ def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
     assert table.count("| 2 |") == 8 and "| wanda uniform 2:4 |" in table and " ± " in table
 
 
+def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypatch):
+    accuracy = {"acc": 0.375, "acc_stderr": 0.0086}
+    found = {
+        "tasks": {"rte": {"acc": 0.5, "acc_stderr": 0.03}},
+        "zeroshot": accuracy,
+        "mmlu": {**accuracy, "tasks": {}},
+    }
+    monkeypatch.setattr(sweep, "evaluate_tasks", lambda *_, **__: found)
+    loaded = Recipe.load(recipe([{"method": "wanda"}], tasks=["zeroshot", "mmlu"]))
+    lines = sweep_report.lines(loaded.cells, run(loaded, tmp_path / "out"))
+    head, _, row = [line.split(" | ") for line in sweep_report.markdown(lines).splitlines() if line.startswith("|")]
+    shown = dict(zip(head, row, strict=True))
+    for name in ("zero-shot", "mmlu"):
+        assert (shown[name], shown[f"{name} stderr"]) == ("0.3750", "0.0086")
+
+
 def test_perplexities_of_different_protocols_have_tables_of_their_own(recipe, tmp_path):
     found = Recipe.load(recipe([{"method": "magnitude", "eval_seqlen": [12, 24]}]))
     table = sweep_report.markdown(sweep_report.lines(found.cells, run(found, tmp_path / "out")))

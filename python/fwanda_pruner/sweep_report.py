@@ -42,19 +42,23 @@ class Line:
         return statistics.fmean(found) if found else None
 
 
-def _task(cell: dict, name: str) -> float | None:
-    return ((cell.get("lm_eval") or {}).get("tasks", {}).get(name) or {}).get("acc")
+def _task(cell: dict, name: str, metric: str = "acc") -> float | None:
+    return ((cell.get("lm_eval") or {}).get(name) or {}).get(metric)
 
 
 FIGURES = {
     "perplexity": lambda cell: cell.get("perplexity"),
     "of dense": lambda cell: cell["perplexity"] / cell["dense"]["perplexity"] if cell.get("perplexity") else None,
     "zero-shot": lambda cell: _task(cell, "zeroshot"),
+    "zero-shot stderr": lambda cell: _task(cell, "zeroshot", "acc_stderr"),
     "mmlu": lambda cell: _task(cell, "mmlu"),
+    "mmlu stderr": lambda cell: _task(cell, "mmlu", "acc_stderr"),
     "seconds": lambda cell: sum(s for stage, s in cell["report"]["seconds"].items() if not stage.startswith("eval")),
     "kJ": lambda cell: None if isinstance(cell["report"]["energy"], str) else cell["report"]["energy"] / 1e3,
 }
-_FORMATS = {"perplexity": ".2f", "of dense": ".3f", "zero-shot": ".4f", "mmlu": ".4f", "seconds": ".1f", "kJ": ".2f"}
+_FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "kJ": ".2f"} | dict.fromkeys(
+    ("zero-shot", "zero-shot stderr", "mmlu", "mmlu stderr"), ".4f"
+)
 
 
 def check_installed() -> None:
@@ -114,7 +118,7 @@ def _table(protocol: str, group: list[Line]) -> str:
 
 
 def _of_dense(cell: dict, name: str) -> float | None:
-    return FIGURES[name](cell["dense"]) if name in ("perplexity", "zero-shot", "mmlu") else None
+    return None if name in ("of dense", "seconds", "kJ") else FIGURES[name](cell["dense"])
 
 
 def _protocol(cell: dict) -> str:
