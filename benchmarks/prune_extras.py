@@ -12,7 +12,7 @@ from repeats import repeated
 from torch import Tensor, nn
 
 from fwanda_pruner import PruneConfig
-from fwanda_pruner.model import Target, find_blocks, find_targets
+from fwanda_pruner.model import Target, find_targets
 from fwanda_pruner.passes import Passes, PassSettings
 
 GENERATED = 128  # tokens decoded
@@ -62,7 +62,7 @@ def statistics_overhead(model: nn.Module, tokens: Tensor, config: PruneConfig) -
 
 
 def _passes(model: nn.Module, tokens: Tensor, modules: dict, settings: PassSettings):
-    passes = Passes(model, find_blocks(model)[1], modules, tokens, backward=True, settings=settings)
+    passes = Passes(model, modules, tokens, backward=True, settings=settings)
     _wait(tokens)
     start = time.perf_counter()
     with activations_only(model):

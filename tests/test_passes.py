@@ -129,6 +129,17 @@ def test_blocks_are_as_before_afterwards(quick_compile):
             assert not module._forward_hooks and module._compiled_call_impl is None
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_last_norm_is_compiled_with_the_blocks(name, monkeypatch, quick_compile):
+    model, called = MODELS[name](), []
+    plain = passes._call
+    monkeypatch.setattr(passes, "_call", lambda block, *a, **k: called.append(block) or plain(block, *a, **k))
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic: call)
+    measure(model, tiny.tokens(4, LENGTH), micro_batch=2, compile="on")
+    norm = next(module for path, module in model.named_modules() if path.rpartition(".")[2] in ("norm", "ln_f"))
+    assert called[-1] is norm and len(set(called)) == len(find_blocks(model)[1]) + 1
+
+
 def failing_pass(monkeypatch, fails, error):
     """Passes for which `fails(runner, size)` holds do the forward pass and then raise."""
     plain = passes.Passes._pass
@@ -279,7 +290,7 @@ def test_compiled_blocks_that_hide_inputs_are_noticed(monkeypatch, quick_compile
 def test_compiled_calls_without_hooks_are_not_mistaken_for_those_with(quick_compile):
     tokens, model = tiny.tokens(SAMPLES, LENGTH), tiny.llama()
     one = measure(tiny.llama(), tokens)
-    bare = passes.Passes(model, find_blocks(model)[1], {}, tokens, backward=True, settings=PassSettings(2, "on"))
+    bare = passes.Passes(model, {}, tokens, backward=True, settings=PassSettings(2, "on"))
     with frozen(model, backward=True):
         assert bare.run()[1].compiled
     other = measure(model, tokens, micro_batch=2, compile="on")

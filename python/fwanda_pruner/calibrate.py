@@ -19,7 +19,7 @@ import fwanda_kernels as fk
 from .config import TEXT_NUMBERS
 from .devices import model_device
 from .errors import UserError, one_line
-from .model import Target, find_blocks
+from .model import Target
 from .passes import Passes, PassFacts, PassSettings, Progress, uncompiled
 from .resume import RunState
 from .save import atomic_file
@@ -262,7 +262,6 @@ def fisher_passes(
     label = "calibrate" if fisher is None else "calibrate (forward and backward)"
     return Passes(
         model=model,
-        blocks=find_blocks(model)[1],
         modules=modules,
         tokens=tokens,
         backward=fisher is not None,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .attributes import replaced
@@ -63,11 +64,13 @@ def backward_of_summed_loss(
         raise UserError(
             f"{type(model).__name__} lets no gradient through to its blocks: it cannot be measured backwards"
         )
-    gradient = torch.zeros_like(hidden)
     with _head_of(model, decoder, type(output)) as head:
         slices = [_loss_gradient(head, *part, generator) for part in _slices(model, hidden.detach(), ids)]
-    gradient[:, :-1] = torch.cat(slices).view_as(gradient[:, :-1])
-    hidden.backward(gradient)
+    batch, length, size = hidden.shape
+    gradient = nn.functional.pad(torch.cat(slices).view(batch, length - 1, size), (0, 0, 0, 1))
+    edge = get_gradient_edge(hidden)
+    del output, hidden, slices  # not needed by the backward pass, when memory is at its peak
+    torch.autograd.backward(edge, gradient)
 
 
 @torch.no_grad()
@@ -112,12 +115,15 @@ def _loss_gradient(
 ) -> Tensor:
     """[n, H] gradient of the summed cross-entropy of n positions, which is softmax - label at the logits."""
     states = states.detach().requires_grad_(True)
-    logits = head(states[None])[0]
-    gradient = logits.detach().softmax(-1, dtype=torch.float32)
+    logits = head(states[None])
+    gradient = logits.detach()[0].softmax(-1, dtype=torch.float32)
     if generator is not None:
         labels = sample_labels(gradient, generator)
     gradient[torch.arange(len(labels), device=labels.device), labels] -= 1
-    return torch.autograd.grad(logits, states, gradient.to(logits.dtype))[0]
+    edge, dtype = get_gradient_edge(logits), logits.dtype
+    del logits  # before there is one more tensor of its size
+    gradient = gradient.to(dtype)
+    return torch.autograd.grad(edge, states, gradient[None])[0]
 
 
 @contextmanager

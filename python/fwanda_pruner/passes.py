@@ -21,6 +21,7 @@ from .config import PruneConfig
 from .devices import fast_attention, free_memory, model_device
 from .errors import UserError, one_line
 from .head import backward_of_summed_loss, find_decoder
+from .model import find_blocks
 
 _BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
 _SPARE = 0.8  # of the free memory that a larger micro-batch may count on
@@ -90,7 +91,6 @@ class Passes:
 
     Args:
         model: a causal language model in eval mode.
-        blocks: its decoder blocks.
         modules: name -> linear module to measure.
         tokens: [S, L] int64 windows without padding.
         backward: whether a backward pass of the summed loss follows each forward pass.
@@ -103,7 +103,6 @@ class Passes:
     """
 
     model: nn.Module
-    blocks: Sequence[nn.Module]
     modules: Mapping[str, nn.Module]
     tokens: Tensor
     backward: bool
@@ -120,7 +119,7 @@ class Passes:
         Raises:
             UserError: one window does not fit, or the blocks cannot be compiled and compile is "on".
         """
-        self.device = model_device(self.model)
+        self.device, self.blocks = model_device(self.model), find_blocks(self.model)[1]
         wanted = self.settings.micro_batch
         facts = PassFacts(min(wanted or 1, len(self.tokens)))
         facts.checkpointing = self.backward and self.settings.checkpointing == "on"
@@ -187,7 +186,7 @@ class Passes:
             yield size
         if grow:
             facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
-        compiled, seen = _Compiled(self.blocks, self.modules.values()), {}
+        compiled, seen = _Compiled([*self.blocks, *_norms_beside(self.model, self.blocks)], self.modules.values()), {}
         seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether compiled
         kept = time.monotonic()
         with self._checkpointing(facts.checkpointing):
@@ -290,6 +289,14 @@ def _call(block: nn.Module, observed: str, *args, **kwargs):
     return call(*args, **kwargs) if observed else call(*args, **kwargs)  # only what is read is compared
 
 
+def _norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of vectors alone that lie beside the blocks: uncompiled, the last norm holds five copies in fp32."""
+    parents = [module for module in model.modules() if blocks in module.children()]
+    beside = [module for parent in parents for module in parent.children()]
+    shapes = {module: [parameter.dim() for parameter in module.parameters()] for module in beside}
+    return [module for module, dims in shapes.items() if dims and max(dims) == 1]
+
+
 class _Compiled:
     """Compiled calls of the blocks, on for a pass at a time. Blocks of one structure, with hooks on the same modules,
     share one graph."""
@@ -303,8 +310,10 @@ class _Compiled:
         if not wanted:
             yield
             return
-        call = torch.compile(_call, dynamic=False)
-        calls = self.calls or {block: partial(call, block, self._hooked(block)) for block in self.blocks}
+        calls = self.calls
+        if calls is None:
+            call = torch.compile(_call, dynamic=False)
+            calls = {block: partial(call, block, self._hooked(block)) for block in self.blocks}
         try:
             with replaced("_compiled_call_impl", calls):
                 yield

@@ -30,7 +30,7 @@ from .budgets import Factors, global_factors
 from .calibrate import Statistics, frozen
 from .config import PruneConfig
 from .masks import Masks, column_scale, kept_as_bits, masked_loss, masks_of
-from .model import Target, find_blocks
+from .model import Target
 from .passes import Passes, PassFacts, PassSettings, uncompiled
 
 ROUNDS = 8
@@ -157,7 +157,6 @@ def _measure(model, tokens, targets, masks: Masks, sums: dict[str, tuple[_Sums, 
     """Forward and backward passes of the pruned model over the tokens, which add to the sums."""
     passes = Passes(
         model=model,
-        blocks=find_blocks(model)[1],
         modules={},
         tokens=tokens,
         backward=True,
