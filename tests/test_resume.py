@@ -15,6 +15,7 @@ import torch
 from fwanda_pruner import cli, passes, pipeline, resume
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.resume import RunState
+from fwanda_pruner.texts import Texts
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_finished_stages_are_not_done_again(argv, interrupt, monkeypatch):
     assert cli.main(argv) == 130
     go_on()
     monkeypatch.setattr(pipeline, "calibrate", None)
-    monkeypatch.setattr(pipeline._Run, "read_text", None)
+    monkeypatch.setattr(Texts, "read", None)
     assert cli.main([*argv, "--resume"]) == 0
 
 

@@ -12,9 +12,10 @@ from . import data, evaluate
 from .config import PruneConfig
 from .errors import UserError
 from .load import load_model
-from .pipeline import collect, protocol, prune
+from .pipeline import collect, prune
 from .report import FILE_NAME
 from .save import check_output, save_pruned
+from .texts import protocol
 
 _RUNS = (("wanda", "uniform"), ("fwanda", "row"), ("fwanda", "global"), ("sparsegpt", "uniform"))
 _SPARSITY = "0.5"

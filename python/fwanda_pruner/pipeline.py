@@ -6,7 +6,6 @@ import math
 import resource
 import warnings
 from dataclasses import asdict, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,15 @@ from .errors import UserError
 from .experts import run_split
 from .masks import masked_loss, masks_of, mean_loss
 from .methods import Job, prune_targets
-from .model import Skipped, Target, check_length, check_model, find_blocks, find_targets, select_targets
+from .model import Skipped, Target, check_model, find_blocks, find_targets, select_targets
 from .passes import PassSettings
 from .report import MatrixRow, Report, versions
 from .respond import respond
 from .resume import RunState
 from .stages import Stages
+from .texts import Texts, protocol, with_sources
 from .token_energy import token_energies
 
-_TOKENS = "tokens"  # the source of text that came as token ids
 _TEXT_SETTINGS = ("calibration", *TEXT_NUMBERS)
 
 
@@ -112,10 +111,10 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
     stages = Stages()
     with stages.noting(), evaluate.evaluating(model):
         run = _Run(config, model, tokenizer, None, None, None, stages, progress)
-        windows = run.read_text(calibration=False)
+        windows = run.texts.read(calibration=False)
         value = run.perplexity(windows, "model")
     return {
-        **({} if windows is None else {"perplexity": value, **protocol(windows, run.bos, tokenizer)}),
+        **({} if windows is None else {"perplexity": value, **protocol(windows, run.texts.bos, tokenizer)}),
         "sparsity": {
             "matrices": _zero_share([t.weight for t in run.targets]),
             "model": _zero_share(list(model.parameters())),
@@ -144,53 +143,22 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     return targets, skipped
 
 
-def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
-    """What makes two perplexities comparable: the windows [S, L], the BOS policy and the tokenizer."""
-    return {
-        "seqlen": windows.shape[1],
-        "windows": windows.shape[0],
-        "tokens_sha256": data.tokens_sha256(windows),
-        "bos": bos,
-        "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
-    }
-
-
-def _with_sources(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> PruneConfig:
-    """The config with the text that is really used, so that the report tells the truth."""
-    changes: dict = {}
-    if statistics is not None:
-        config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
-        changes |= {} if config.runs_blocks else statistics.text
-    for name, source in (("calibration", calibration), ("eval", eval)):
-        if isinstance(source, Tensor):
-            if source.dim() != 2:
-                raise UserError(f"{name} as token ids must be [S, L], got {list(source.shape)}")
-            samples, length = ("nsamples", "seqlen") if name == "calibration" else ("eval_windows", "eval_seqlen")
-            changes |= {name: _TOKENS, samples: source.shape[0], length: source.shape[1]}
-        elif source is not None:
-            changes[name] = source
-    return replace(config, **changes).resolved()
-
-
 class _Run:
     """One call of prune(), collect() or evaluate_model()."""
 
     def __init__(
         self, config: PruneConfig, model, tokenizer, calibration, eval, statistics, stages, progress: bool, state=None
     ):
-        self.config = _with_sources(config, calibration, eval, statistics)
-        self.calibration = calibration if isinstance(calibration, Tensor) else self.config.calibration
-        self.eval = eval if isinstance(eval, Tensor) else self.config.eval
-        self.model, self.tokenizer, self.given = model, tokenizer, statistics
+        self.config = with_sources(config, calibration, eval, statistics)
+        self.texts = Texts(self.config, model, tokenizer, calibration, eval, stages)
+        self.model, self.given = model, statistics
         self.stages, self.progress = stages, progress
         self.state: RunState = state or RunState()
         self.state.notes = stages.notes
         self.device = stages.device = model_device(model)
-        self.tokens: Tensor | None = None
         self.chosen: dict | None = None
         self.factors: Factors | None = None
         self.passes: dict | None = None
-        self.bos: bool | None = {"none": False, "window": True}.get(self.config.bos)
         self.targets, self.skipped = plan(model, self.config)
 
     def prune(self) -> Report:
@@ -201,7 +169,9 @@ class _Run:
         self.state.identify(self._identity())
         if self.state.resumed:
             self.stages.notes.append("resumed: seconds and energy are those of the last part")
-        windows = self._recalled_text()
+        measures = config.reads_statistics and self.given is None
+        calibration = config.runs_blocks or config.responds or measures
+        windows = self.texts.recalled(self.state, calibration=calibration)
         dense = self._dense_perplexity(windows)
         if dense is not None:
             note = evaluate.check_dense(dense, self.model.config.get_text_config().vocab_size)
@@ -222,7 +192,7 @@ class _Run:
                         config=config,
                         model=self.model,
                         targets=self.targets,
-                        tokens=self.tokens,
+                        tokens=self.texts.tokens,
                         statistics=statistics,
                         budgets=budgets,
                         factors=self.factors,
@@ -239,25 +209,9 @@ class _Run:
 
     def _identity(self) -> dict:
         """What a run and the one that goes on with it must have in common."""
-        facts = self.config.to_dict()
-        tensors = {"calibration": self.calibration, "eval": self.eval}
-        for name, text in tensors.items():
-            facts[f"{name}_sha256"] = data.tokens_sha256(text) if isinstance(text, Tensor) else data.file_sha256(text)
         given = None if self.given is None else self.given.fingerprint()
-        return {"statistics": given, "weights": fingerprint(self.targets), **facts, **versions(self.device)}
-
-    def _recalled_text(self) -> Tensor | None:
-        """The windows of the evaluation; those of the calibration are kept in self.tokens."""
-        if (kept := self.state.recall("text")) is not None:
-            texts, self.bos = kept[0], kept[1]["bos"]
-            self.tokens = texts.get("calibration")
-            return texts.get("eval")
-        config = self.config
-        measures = config.reads_statistics and self.given is None
-        windows = self.read_text(calibration=config.runs_blocks or config.responds or measures)
-        texts = {name: text for name, text in (("calibration", self.tokens), ("eval", windows)) if text is not None}
-        self.state.keep("text", texts, {"bos": self.bos})
-        return windows
+        facts = {"statistics": given, "weights": fingerprint(self.targets)}
+        return {**facts, **self.config.to_dict(), **self.texts.identity(), **versions(self.device)}
 
     def _dense_perplexity(self, windows: Tensor | None) -> float | None:
         if windows is None:
@@ -291,7 +245,7 @@ class _Run:
 
     def _choose(self, statistics: Statistics, found: dict[str, PruneConfig]) -> tuple[dict, Factors | None]:
         """{"name": the best, "start": what the rounds begin with, "losses"}; and the factors if a round is best."""
-        held_out, unread = self._held_out
+        held_out, unread = self.texts.held_out
         if not unread:
             warnings.warn(
                 "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
@@ -302,7 +256,7 @@ class _Run:
         if math.isfinite(losses[start]):
             factors, rounds = respond(
                 self.model,
-                self.tokens,
+                self.texts.tokens,
                 held_out,
                 self.targets,
                 statistics,
@@ -316,21 +270,6 @@ class _Run:
         chosen = {"name": name, "start": start, "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
         return chosen, None if name in found else factors
 
-    @cached_property
-    def _held_out(self) -> tuple[Tensor, bool]:
-        """Windows of the calibration text that the statistics do not know, or else the last ones; which of the two."""
-        config, tokens = self.config, None
-        if not isinstance(self.calibration, Tensor):
-            settings = {name: getattr(config, name) for name in TEXT_NUMBERS}
-            tokens = data.held_out_tokens(
-                self.calibration, self.tokenizer, **settings, bos=bool(self.bos), windows=choose.HELD_OUT
-            )
-        if tokens is not None:
-            return tokens, True
-        if self.tokens is None:
-            self.read_text(calibration=True)
-        return self.tokens[-choose.HELD_OUT :], False
-
     def _check_begins(self, config: PruneConfig, statistics: Statistics | None) -> dict | None:
         """The loss of Wanda's masks on held-out text, before anything is pruned; None where there is no check."""
         if not config.checks:
@@ -339,7 +278,7 @@ class _Run:
             return kept[1]
         with self.stages.timed("check"):
             try:
-                tokens, unread = self._held_out
+                tokens, unread = self.texts.held_out
             except UserError as error:
                 warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
                 return None
@@ -354,7 +293,7 @@ class _Run:
         check["pruned"] = None
         with self.stages.timed("check"):
             try:
-                loss = mean_loss(self.model, self._held_out[0])
+                loss = mean_loss(self.model, self.texts.held_out[0])
             except UserError as error:  # of the text, which an interrupted run could still read
                 warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
                 return
@@ -379,7 +318,7 @@ class _Run:
         return budgets
 
     def collect(self) -> Statistics:
-        self.read_text(calibration=True)
+        self.texts.read(calibration=True)
         with self._split_experts():
             return self._calibrated(self.config.fisher)
 
@@ -401,38 +340,15 @@ class _Run:
             )
         self.given.check(find_targets(self.model)[0], fisher=config.needs_fisher)
         if self.given.bos is not None:
-            if self.bos not in (None, self.given.bos):
+            if self.texts.bos not in (None, self.given.bos):
                 raise UserError(f"--bos {config.bos} contradicts the statistics, which were measured otherwise")
-            self.bos = self.given.bos
-
-    def read_text(self, *, calibration: bool) -> Tensor | None:
-        """Tokenise calibration (kept) and evaluation text (returned), with the BOS policy decided on the way."""
-        config = self.config
-        with self.stages.timed("text"):
-            if calibration:
-                settings = {"nsamples": config.nsamples, "seqlen": config.seqlen, "seed": config.seed}
-                self.tokens = self._read(data.calibration_tokens, self.calibration, **settings)
-            if self.eval is None:
-                return None
-            settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
-            return self._read(data.evaluation_tokens, self.eval, **settings)
-
-    def _read(self, read, source, **settings) -> Tensor:
-        check_length(self.model, settings["seqlen"])
-        decide = self.bos is None and not isinstance(source, Tensor)
-        tokens = read(source, self.tokenizer, bos=bool(self.bos), **settings)
-        if decide:
-            long_enough = tokens.shape[1] > 2
-            self.bos = long_enough and evaluate.choose_bos(self.model, self.tokenizer, tokens[0])
-            tokens = read(source, self.tokenizer, bos=True, **settings) if self.bos else tokens
-        evaluate.check_tokens(self.model, tokens)
-        return tokens
+            self.texts.bos = self.given.bos
 
     def _statistics(self) -> Statistics | None:
         """The given statistics, or those that the method needs, or None."""
         config = self.config
         if self.given is not None:
-            if self.tokens is not None and data.tokens_sha256(self.tokens) != self.given.tokens_sha256:
+            if self.texts.tokens is not None and data.tokens_sha256(self.texts.tokens) != self.given.tokens_sha256:
                 warnings.warn("the statistics were measured on another text than --calibration", stacklevel=2)
             return self.given.to(self.device)
         if not config.reads_statistics:
@@ -447,7 +363,7 @@ class _Run:
         with self.stages.timed("calibrate"):
             statistics = calibrate(
                 self.model,
-                self.tokens,
+                self.texts.tokens,
                 self.targets,
                 fisher=fisher,
                 seed=self.config.seed,
@@ -457,7 +373,7 @@ class _Run:
             )
             statistics.check(self.targets, fisher=fisher is not None)
         self.passes = statistics.passes
-        statistics.tokens_sha256, statistics.bos = data.tokens_sha256(self.tokens), self.bos
+        statistics.tokens_sha256, statistics.bos = data.tokens_sha256(self.texts.tokens), self.texts.bos
         statistics.text = {k: getattr(self.config, k) for k in _TEXT_SETTINGS}
         self.state.keep("statistics", *statistics.parts())
         self.state.forget("calibration")
@@ -470,7 +386,7 @@ class _Run:
         with self.stages.timed("calibrate"):
             energies, facts = token_energies(
                 self.model,
-                self.tokens,
+                self.texts.tokens,
                 self.targets,
                 fisher=self.config.fisher,
                 seed=self.config.seed,
@@ -491,10 +407,10 @@ class _Run:
         parameters = list(self.model.parameters())
         perplexity = None
         if windows is not None:
-            perplexity = {"dense": dense, "pruned": pruned, **protocol(windows, self.bos, self.tokenizer)}
+            perplexity = {"dense": dense, "pruned": pruned, **protocol(windows, self.texts.bos, self.texts.tokenizer)}
         tokens_sha256 = statistics.tokens_sha256 if statistics is not None else None
-        if self.tokens is not None:
-            tokens_sha256 = data.tokens_sha256(self.tokens)
+        if self.texts.tokens is not None:
+            tokens_sha256 = data.tokens_sha256(self.texts.tokens)
         uses_floor = config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
         uses_floor &= self.factors is None
         return Report(
@@ -517,7 +433,7 @@ class _Run:
             energy_details=energy.to_dict(),
             versions=versions(self.device),
             tokens_sha256=tokens_sha256,
-            bos=self.bos,
+            bos=self.texts.bos,
             warnings=list(self.stages.notes),
             omega_floored_rows=count_floored_rows(statistics, self.targets) if uses_floor else None,
             check=check,
