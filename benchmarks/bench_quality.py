@@ -25,6 +25,7 @@ from fwanda_pruner import PruneConfig, sweep
 from fwanda_pruner.config import DTYPES
 from fwanda_pruner.load import load_model
 from fwanda_pruner.sweep_report import FIGURES, Line, lines
+from fwanda_pruner.tasks import ZEROSHOT
 
 README = RESULTS.parent.parent / "README.md"
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"
@@ -59,8 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
     recipes = {name: sweep.Recipe.load(name, given) for name in args.recipes}
-    device = next(iter(recipes.values())).cells[0].device
-    model, tokenizer = load_model(args.model, device=device, dtype=args.dtype)
+    first = next(iter(recipes.values())).cells[0]
+    model, tokenizer = load_model(args.model, device=first.device, dtype=first.dtype)
     args.results.mkdir(parents=True, exist_ok=True)
     for name, recipe in recipes.items():
         folder = args.output / Path(name).stem
@@ -80,7 +81,8 @@ def result_of(recipe: str, found: list[Line], device: str) -> dict:
     facts = {"kind": "quality", "recipe": recipe, **machine(device), "transformers": transformers.__version__}
     facts["model"] = first["model"]
     facts["protocol"] = {key: first.get(key) for key in PROTOCOL}
-    facts["calibration"] = {key: getattr(found[0].config, key) for key in ("nsamples", "seqlen")}
+    sizes = {(line.config.nsamples, line.config.seqlen) for line in found}
+    facts["calibration"] = dict(zip(("nsamples", "seqlen"), *sizes, strict=True)) if len(sizes) == 1 else None
     facts["dense"] = {name: value for name in MEASURED if (value := FIGURES[name](first["dense"])) is not None}
     return facts | {"lines": [line_of(line) for line in found]}
 
@@ -110,12 +112,11 @@ def tables(paths: list[Path], *, readme: bool) -> None:
 
 
 def table(result: dict) -> str:
-    """Markdown: a row for each method and allocation, a column for each sparsity or pattern, over the dense model's."""
-    protocol, text = result["protocol"], result["calibration"]
-    columns = list(dict.fromkeys(line["pattern"] or line["sparsity"] for line in result["lines"]))
+    """Markdown: a row for each setting, a column for each sparsity or pattern, over the dense model's."""
+    columns = list(dict.fromkeys(column_of(line) for line in result["lines"]))
     rows: dict[str, dict[str, dict]] = {}
     for line in result["lines"]:
-        rows.setdefault(f"{line['method']} {line['allocation']}", {})[line["pattern"] or line["sparsity"]] = line
+        rows.setdefault(line["label"].replace(f" {column_of(line)}", ""), {})[column_of(line)] = line
     names = [name for name in MEASURED if any(name in line for line in result["lines"])]
     head = [f"{name}, {column}" for name in names for column in columns]
     best = {(name, column): best_of(rows.values(), name, column) for name in names for column in columns}
@@ -123,18 +124,32 @@ def table(result: dict) -> str:
         [label, *(shown(by.get(column, {}).get(name), name, best[name, column]) for name, column in best)]
         for label, by in rows.items()
     ]
-    dense = ", ".join(f"{name} {shown([value], name)}" for name, value in result["dense"].items())
-    seeds = f"seed{'s' * (len(result['lines'][0]['seeds']) > 1)} {', '.join(map(str, result['lines'][0]['seeds']))}"
-    driver = f", driver {result['driver']}" if result["driver"] else ""
     return "\n".join([
-        f"{result['model']}, {result['dtype']}, {result['card']}{driver}, torch {result['torch']}, {result['date']}; "
-        f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, {protocol['windows']} windows of "
-        f"{protocol['seqlen']}, {'with' if protocol['bos'] else 'no'} BOS, {seeds}. Dense: {dense}."
-        f"{zero_shot(result)}",
+        facts_of(result),
         "",
         *("| " + " | ".join(row) + " |" for row in [["", *head], ["---"] * (1 + len(head)), *body]),
         "",
     ])  # fmt: skip
+
+
+def column_of(line: dict) -> str:
+    return line["pattern"] or line["sparsity"]
+
+
+def facts_of(result: dict) -> str:
+    """What ran on what, in one line."""
+    protocol, text = result["protocol"], result["calibration"]
+    driver = f", driver {result['driver']}" if result["driver"] else ""
+    calibrated = f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, " if text else ""
+    seeds = max((line["seeds"] for line in result["lines"]), key=len)
+    bos = "with" if protocol["bos"] else "no"
+    told = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))} (mean ± standard deviation)"
+    dense = ", ".join(f"{name} {shown([value], name)}" for name, value in result["dense"].items())
+    return (
+        f"{result['model']}, {result['dtype']}, {result['card']}{driver}, torch {result['torch']}, {result['date']}; "
+        f"{calibrated}{protocol['windows']} windows of {protocol['seqlen']}, {bos} BOS, "
+        f"{told}. Dense: {dense}.{zero_shot(result)}"
+    )
 
 
 def zero_shot(result: dict) -> str:
@@ -142,7 +157,7 @@ def zero_shot(result: dict) -> str:
     errors = [error for line in result["lines"] for error in line.get("zero-shot stderr", ())]
     if not errors:
         return ""
-    examples = sum(task["samples"] for task in result["lines"][0]["tasks"][0].values())
+    examples = sum(result["lines"][0]["tasks"][0][name]["samples"] for name in ZEROSHOT)
     return f" Zero-shot: {examples:,} examples, one accuracy has a standard error of {statistics.fmean(errors):.3f}."
 
 

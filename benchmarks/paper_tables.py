@@ -33,8 +33,8 @@ COLUMNS = {
     "gross_kj": ("gross, kJ", ".2f"),
     "net_kj": ("net, kJ", ".2f"),
     "sampled_net_kj": ("net at 10 Hz, kJ", ".2f"),
-    "dense_joules_per_token": ("dense, J/token", ".2f"),
-    "joules_per_token": ("pruned, J/token", ".2f"),
+    "dense_joules_per_token": ("dense, gross J/token", ".2f"),
+    "joules_per_token": ("pruned, gross J/token", ".2f"),
 }
 RANKED = ("seconds", "cold_seconds", "peak_gb", "gross_kj", "net_kj")
 
@@ -143,6 +143,8 @@ def rows_of(result: dict) -> list[Row]:
         elif found is not None:
             rows[0].notes.append(f"{rows[0].shape}, {model} decoding: {found}")
     rows[0].values["cold_seconds"] = result["ours"]["cold"]["total_seconds"]
+    if not result["ours"]["warm"]:  # the other figures are then those of the cold run
+        rows[0].values["seconds"] = None
     if "naive" in result:
         rows.append(row_of(result, result["naive"], f"{result['method']} {result['allocation']}, plain torch"))
     return rows
@@ -192,7 +194,7 @@ def markdown(results: list[dict], rows: list[Row]) -> list[str]:
     """A line of facts, the table, and the notes."""
     lowest, first = best(rows), results[0]
     used = [column for column in COLUMNS if any(row.values[column] is not None for row in rows)]
-    runs = sorted({len(result["ours"]["warm"]) for result in results})
+    runs = sorted({len(result["ours"]["warm"]) for result in results} - {0}) or [0]
     lines = [
         heading(results),
         f"{first['tokens']} calibration tokens, {first['dtype']}, {first['sparsity']} removed, random weights. "

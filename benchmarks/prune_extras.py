@@ -17,7 +17,7 @@ from fwanda_pruner.passes import Passes, PassSettings
 
 GENERATED = 128  # tokens decoded
 _PROMPT = 16
-_OVERHEAD_WINDOWS, _OVERHEAD_ROUNDS = 64, 2
+_OVERHEAD_WINDOWS, _OVERHEAD_ROUNDS = 64, 3
 _BITS = 8
 
 

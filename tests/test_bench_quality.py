@@ -11,6 +11,8 @@ import pytest
 import tiny
 import yaml
 
+from fwanda_pruner.tasks import ZEROSHOT
+
 FOLDER = Path(__file__).parent.parent
 
 
@@ -51,7 +53,8 @@ def test_a_sweep_becomes_one_file_and_a_table(paths):
         assert key in result
     assert result["dtype"] == "float32" and result["protocol"]["bos"] is False and result["protocol"]["windows"] == 4
     lines = {line["label"]: line for line in result["lines"]}
-    assert len(lines) == 6 and all(line["seeds"] == [0, 1] for line in lines.values())
+    assert len(lines) == 6
+    assert all(line["seeds"] == ([0] if line["method"] == "magnitude" else [0, 1]) for line in lines.values())
     cells = [json.loads(cell.read_text()) for cell in (path.parent.parent / "cells" / "few" / "cells").glob("*.json")]
     found = {
         (c["report"]["config"]["method"], c["report"]["config"]["seed"]): c["perplexity"]
@@ -72,6 +75,31 @@ def test_a_sweep_becomes_one_file_and_a_table(paths):
     best = min(column, key=column.get)
     assert [label for label in column if rows[label][1].startswith("**")] == [best]
     assert rows[best][1].strip("*").split(" ± ")[0] == f"{column[best]:.1f}"
+
+
+def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tmp_path):
+    accuracy = {name: {"acc": 0.5, "samples": 10} for name in ZEROSHOT} | {"piqa": {"acc": 0.5, "samples": 99}}
+    line = {"method": "fwanda", "allocation": "row", "sparsity": "0.5", "pattern": None, "seeds": [0]}
+    line |= {"zero-shot stderr": [0.01], "tasks": [accuracy]}
+    result = {
+        "model": "m", "dtype": "float32", "card": "c", "driver": None, "torch": "2", "date": "today",
+        "protocol": {"windows": 4, "seqlen": 24, "bos": True}, "calibration": None,
+        "dense": {"perplexity": 9.0, "zero-shot": 0.6},
+        "lines": [
+            line | {"label": "fwanda row 0.5 fisher=mean", "perplexity": [12.0], "zero-shot": [0.375]},
+            line | {"label": "fwanda row 0.5 fisher=true", "perplexity": [13.0], "zero-shot": [0.5]},
+        ],
+    }  # fmt: skip
+    (tmp_path / "quality-m.json").write_text(json.dumps(result))
+    assert bench_quality("--tables", "--results", str(tmp_path)).stdout.splitlines()[:6] == [
+        "m, float32, c, torch 2, today; 4 windows of 24, with BOS, seed 0. Dense: perplexity 9.0, zero-shot 0.600."
+        " Zero-shot: 70 examples, one accuracy has a standard error of 0.010.",
+        "",
+        "|  | perplexity, 0.5 | zero-shot, 0.5 |",
+        "| --- | --- | --- |",
+        "| fwanda row fisher=mean | **12.0** | 0.375 |",
+        "| fwanda row fisher=true | 13.0 | **0.500** |",
+    ]
 
 
 def test_an_incomplete_command_is_refused():

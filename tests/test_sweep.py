@@ -42,8 +42,8 @@ def run(recipe: Recipe, output, model=None) -> list[dict]:
 
 def test_lists_are_crossed_with_each_other_and_the_seeds(recipe):
     found = Recipe.load(recipe(seeds=[0, 3])).cells
-    assert len(found) == 2 * (4 + 2 + 1 + 1) and {config.seed for config in found} == {0, 3}
-    assert [c.sparsity for c in found if c.method == "magnitude" and not c.seed] == ["0.5", "0.6"]
+    assert len(found) == 2 * (2 + 2 + 1 + 1) + 2 and {config.seed for config in found} == {0, 3}
+    assert [(c.sparsity, c.seed) for c in found if c.method == "magnitude"] == [("0.5", 0), ("0.6", 0)]  # reads no text
 
 
 def test_overrides_take_the_place_of_settings_and_merge_what_they_make_equal(recipe):
@@ -90,6 +90,30 @@ def test_statistics_are_measured_once_for_all_cells_of_a_text(recipe, tmp_path, 
     monkeypatch.setattr(sweep, "collect", count)
     run(Recipe.load(recipe(seeds=[0, 1])), tmp_path / "out")
     assert collected == [0, 1]
+
+
+def test_texts_with_and_without_bos_are_measured_apart_and_excluded_matrices_are_not(recipe, tmp_path, monkeypatch):
+    """Statistics hold every matrix, whatever a cell prunes."""
+    measured = []
+    collect = sweep.collect
+    monkeypatch.setattr(sweep, "collect", lambda *a, **k: measured.append(k["config"].bos) or collect(*a, **k))
+    cells = [{"method": "wanda", "bos": ["none", "window"], "exclude": [["*mlp*"], []]}]
+    found = run(Recipe.load(recipe(cells)), tmp_path / "out")
+    assert sorted(measured) == ["none", "window"]
+    for cell in found:
+        pruned = {row["name"] for row in cell["report"]["matrices"] if row["skipped"] is None}
+        assert cell["disagreement"] == dict.fromkeys(pruned, 0.0)
+        assert sum(cell["kept"]) == sum(r["shape"][0] for r in cell["report"]["matrices"] if r["name"] in pruned)
+        assert any("mlp" in name for name in pruned) == (not cell["report"]["config"]["exclude"])
+
+
+def test_energy_is_drawn_only_where_each_cell_has_all_of_it(recipe, tmp_path):
+    for shared in (True, False):
+        found = Recipe.load(recipe([{"method": "wanda"}], share_statistics=shared))
+        cells = run(found, tmp_path / str(shared))
+        cells[0]["report"]["energy"] = 1000.0
+        written = sweep_report.write(sweep_report.lines(found.cells, cells), tmp_path / str(shared))
+        assert ("perplexity-by-energy.png" in {path.name for path in written}) != shared
 
 
 def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, monkeypatch, few_rounds):
@@ -147,7 +171,9 @@ def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
         cell["perplexity"] for line in sweep_report.lines(found.cells, cells) for cell in line.cells
     ]
     table = (tmp_path / "out" / "results.md").read_text()
-    assert table.count("| 2 |") == 8 and "| wanda uniform 2:4 |" in table and " ± " in table
+    assert (
+        table.count("| 2 |") == 6 and table.count("| 1 |") == 2 and "| wanda uniform 2:4 |" in table and " ± " in table
+    )
 
 
 def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypatch):
@@ -186,6 +212,8 @@ BROKEN = {
     "cels: [{method: wanda}]": "must be a mapping with the keys base, cells",
     "[": "cannot read the recipe",
     "base: 3\ncells: [{method: wanda}]": "base must be a mapping",
+    "base: {seed: 7}\ncells: [{method: wanda}]": "give seeds, a list beside cells, in place of seed",
+    "cells: [{method: wanda, seed: [1, 2]}]": "give seeds, a list beside cells, in place of seed",
 }
 
 

@@ -298,8 +298,8 @@ def _norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modu
 
 
 class _Compiled:
-    """Compiled calls of the blocks, on for a pass at a time. Blocks of one structure, with hooks on the same modules,
-    share one graph."""
+    """Compiled calls of blocks and norms, on for a pass at a time. Blocks of one structure, with hooks on the same
+    modules, share one graph."""
 
     def __init__(self, blocks: Sequence[nn.Module], observed: Iterable[nn.Module]):
         self.blocks, self.observed = blocks, set(observed)

@@ -20,7 +20,6 @@ from .config import PruneConfig
 from .errors import UserError, one_line
 from .model import Target, find_targets
 from .pipeline import collect, evaluate_model, prune
-from .report import Report
 from .resume import RunState
 from .save import atomic_file
 from .tasks import check_tasks, evaluate_tasks
@@ -29,10 +28,10 @@ RECIPES = Path(__file__).parent / "recipes"
 _CELLS = "cells"
 _BINS = 50
 _KEYS = ("base", "cells", "seeds", "tasks", "share_statistics")
-# what a calibration depends on; the rest of a cell can share one
 _EVALUATION = ("calibration", "seqlen", "eval", "eval_seqlen", "eval_windows", "bos", "device", "dtype")
 _TOLD = ("method", "allocation", "pattern", "sparsity", "order", "seed")
-_CALIBRATION = ("calibration", "nsamples", "seqlen", "seed", "fisher", "include", "exclude")
+# what a calibration depends on; the rest of a cell can share one
+_CALIBRATION = ("calibration", "nsamples", "seqlen", "seed", "fisher", "bos")
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ class Recipe:
         """Read a YAML file, or a recipe that comes with the package by its name.
 
         The file is a mapping: `base` (settings of every cell), `cells` (a list of mappings; a list as a value is
-        crossed with the others), `seeds` (each cell runs with each; default 0), `tasks` and `share_statistics`.
+        crossed with the others), `seeds` (each cell that reads text runs with each; default 0), `tasks` and
+        `share_statistics`.
 
         Args:
             name: of the recipe, or its file.
@@ -91,14 +91,17 @@ def _expanded(path: Path, values: dict, overrides: dict) -> Iterable[PruneConfig
     crossed = _listed(path, values, "cells", [])
     if not isinstance(base, dict) or not crossed or not all(isinstance(cell, dict) for cell in crossed):
         raise UserError(f"{path}: base must be a mapping, and cells a list of mappings, at least one")
+    if any("seed" in settings for settings in (base, *crossed)):
+        raise UserError(f"{path}: give seeds, a list beside cells, in place of seed")
     for cell in crossed:
         lists = [value if isinstance(value, list) else [value] for value in cell.values()]
         for *combination, seed in itertools.product(*lists, seeds):
             settings = {**base, **dict(zip(cell, combination, strict=True)), "seed": seed, **overrides}
             try:
-                yield PruneConfig.from_dict(settings).resolved()
+                config = PruneConfig.from_dict(settings).resolved()
             except UserError as error:
                 raise UserError(f"{path}: {error}") from error
+            yield config if config.reads_statistics or config.runs_blocks else replace(config, seed=0)
 
 
 def _listed(path: Path, values: dict, key: str, default) -> list:
@@ -131,8 +134,9 @@ def run(
         progress: show bars.
 
     Returns:
-        One dict for each cell, in the order of the recipe: {"report": the report, "dense": perplexity and tasks of the
-        dense model, "lm_eval": tasks or None, "kept": histogram, "disagreement": by matrix or None}.
+        One dict for each cell, in the order of the recipe: {"model": source, "report": the report, all that
+        evaluate_model() returns, "lm_eval": tasks or None, "dense": both of the dense model, "shared": whether the
+        statistics are those of other cells too, "kept": histogram, "disagreement": by matrix or None}.
 
     Raises:
         UserError: as prune(), naming the cell; the cells before it are kept.
@@ -263,11 +267,14 @@ def _cell(
         settings = replace(config, eval=None)
         report = prune(model, tokenizer, config=settings, statistics=statistics, state=state, progress=progress)
         found = _measured(model, tokenizer, config, recipe, tasks)
+        names = {row.name for row in report.matrices if row.skipped is None}
+        pruned = [target for target in targets if target.name in names]
         return {
             "report": report.to_dict() | {"config": report.config | {"eval": config.eval}},
             **found,
-            "kept": _histogram(targets),
-            "disagreement": None if statistics is None else _disagreement(config, targets, dense, statistics),
+            "shared": statistics is not None,
+            "kept": _histogram(pruned),
+            "disagreement": None if statistics is None else _disagreement(config, pruned, dense, statistics),
         }
     except UserError as error:
         raise UserError(f"{describe(config, recipe.cells)}: {error}") from error
@@ -295,8 +302,3 @@ def _disagreement(
         mask = fk.row_topk_mask(weight, norm, keep_total(cols, config.removed))
         shares[target.name] = float((mask != (target.weight != 0)).float().mean())
     return shares
-
-
-def report_of(cell: dict) -> Report:
-    """The Report of a cell."""
-    return Report.from_dict(cell["report"])

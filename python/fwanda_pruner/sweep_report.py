@@ -23,7 +23,7 @@ class Line:
 
     Attributes:
         label: its settings without the seed.
-        config: of the first seed.
+        config: with seed 0.
         cells: what sweep.run() returned for each seed.
     """
 
@@ -46,6 +46,7 @@ def _task(cell: dict, name: str, metric: str = "acc") -> float | None:
     return ((cell.get("lm_eval") or {}).get(name) or {}).get(metric)
 
 
+_UNCOUNTED = ("text", "eval_dense", "eval_pruned")  # stages that the energy is not of
 FIGURES = {
     "perplexity": lambda cell: cell.get("perplexity"),
     "of dense": lambda cell: cell["perplexity"] / cell["dense"]["perplexity"] if cell.get("perplexity") else None,
@@ -53,10 +54,11 @@ FIGURES = {
     "zero-shot stderr": lambda cell: _task(cell, "zeroshot", "acc_stderr"),
     "mmlu": lambda cell: _task(cell, "mmlu"),
     "mmlu stderr": lambda cell: _task(cell, "mmlu", "acc_stderr"),
-    "seconds": lambda cell: sum(s for stage, s in cell["report"]["seconds"].items() if not stage.startswith("eval")),
+    "seconds": lambda cell: sum(s for stage, s in cell["report"]["seconds"].items() if stage not in _UNCOUNTED),
+    "peak GB": lambda cell: cell["report"]["peak_memory_bytes"] / 1e9,
     "kJ": lambda cell: None if isinstance(cell["report"]["energy"], str) else cell["report"]["energy"] / 1e3,
 }
-_FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "kJ": ".2f"} | dict.fromkeys(
+_FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"} | dict.fromkeys(
     ("zero-shot", "zero-shot stderr", "mmlu", "mmlu stderr"), ".4f"
 )
 
@@ -118,7 +120,7 @@ def _table(protocol: str, group: list[Line]) -> str:
 
 
 def _of_dense(cell: dict, name: str) -> float | None:
-    return None if name in ("of dense", "seconds", "kJ") else FIGURES[name](cell["dense"])
+    return None if name in ("of dense", "seconds", "peak GB", "kJ") else FIGURES[name](cell["dense"])
 
 
 def _protocol(cell: dict) -> str:
@@ -152,14 +154,20 @@ def _pictures(found: list[Line], output: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    alone = not any(cell["shared"] for x in found for cell in x.cells)  # else some energy is counted for none, or one
     drawn = [
         ("perplexity-by-sparsity", _by_sparsity, [x for x in found if x.values("perplexity") and not x.config.pattern]),
-        ("perplexity-by-energy", _by_energy, [x for x in found if x.values("perplexity") and x.values("kJ")]),
-        ("sparsity-by-block", _sparsity_by_block, [x for x in found if x.config.allocation in ("global", *RESPONSES)]),
+        ("perplexity-by-energy", _by_energy, [x for x in found if alone and x.values("perplexity") and x.values("kJ")]),
+        ("sparsity-by-block", _sparsity_by_block, [x for x in found if _divides(x.config)]),
         ("disagreement-by-block", _disagreement_by_block, [x for x in found if x.cells[0]["disagreement"]]),
         ("kept-in-rows", _kept, [x for x in found if not x.config.pattern]),
     ]
     return [_draw(output / f"{name}.png", draw, chosen) for name, draw, chosen in drawn if chosen]
+
+
+def _divides(config: PruneConfig) -> bool:
+    """Whether matrices differ in sparsity."""
+    return not config.pattern and config.allocation in ("global", *RESPONSES)
 
 
 def _draw(path: Path, draw, chosen: list[Line]) -> Path:

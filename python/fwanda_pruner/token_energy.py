@@ -80,7 +80,7 @@ def token_energies(
 
 
 def token_weights(energies: Sequence[Tensor], power: float) -> Tensor:
-    """|g_t|^power with a mean of 1, g_t over all matrices with one input; 1 where there is no gradient.
+    """|g_t|^power with a mean of 1, g_t over all matrices with one input; all 1 where no token has one.
 
     Args:
         energies: [T] fp32 for each matrix, |g_t|^2 at its outputs, finite.
