@@ -24,7 +24,7 @@ from pages import put_between
 from fwanda_pruner import PruneConfig, sweep
 from fwanda_pruner.config import DTYPES
 from fwanda_pruner.load import load_model
-from fwanda_pruner.sweep_report import FIGURES, Line, lines
+from fwanda_pruner.sweep_report import Line, columns, evaluation, lines
 from fwanda_pruner.tasks import ZEROSHOT
 
 README = RESULTS.parent.parent / "README.md"
@@ -83,7 +83,8 @@ def result_of(recipe: str, found: list[Line], device: str) -> dict:
     facts["protocol"] = {key: first.get(key) for key in PROTOCOL}
     sizes = {(line.config.nsamples, line.config.seqlen) for line in found}
     facts["calibration"] = dict(zip(("nsamples", "seqlen"), *sizes, strict=True)) if len(sizes) == 1 else None
-    facts["dense"] = {name: value for name in MEASURED if (value := FIGURES[name](first["dense"])) is not None}
+    dense = evaluation(first["dense"])
+    facts["dense"] = {name: dense[name] for name in MEASURED if name in dense}
     return facts | {"lines": [line_of(line) for line in found]}
 
 
@@ -97,7 +98,7 @@ def line_of(line: Line) -> dict:
         "label": line.label,
         **settings,
         "seeds": [cell["report"]["config"]["seed"] for cell in line.cells],
-        **{name: values for name in FIGURES if (values := line.values(name))},
+        **{name: line.values(name) for name in columns([line])},
         "chosen": chosen if any(chosen) else None,
         "tasks": tasks if any(tasks) else None,
     }

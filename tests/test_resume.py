@@ -70,8 +70,9 @@ def test_kill_9_at_random_points_changes_no_bit():
         (["--method", "fsparsegpt"], ["statistics", "block-00000", "block-00003"]),
         (["--method", "fsparsegpt", "--pattern", "2:4"], ["energies", "block-00000"]),
         (["--method", "wanda", "--order", "sequential"], ["block-00001"]),
+        (["--method", "fwanda", "--allocation", "response"], ["round-0", "round-1", "chosen"]),
     ],
-    ids=["fwanda", "fsparsegpt", "fsparsegpt-2:4", "wanda"],
+    ids=["fwanda", "fsparsegpt", "fsparsegpt-2:4", "wanda", "response"],
 )
 def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(
     argv, settings, stages, interrupt, capsys, tmp_path

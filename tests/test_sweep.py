@@ -171,25 +171,26 @@ def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
         cell["perplexity"] for line in sweep_report.lines(found.cells, cells) for cell in line.cells
     ]
     table = (tmp_path / "out" / "results.md").read_text()
-    assert (
-        table.count("| 2 |") == 6 and table.count("| 1 |") == 2 and "| wanda uniform 2:4 |" in table and " ± " in table
-    )
+    assert table.count("| 0, 1 |") == 6 and table.count("| 0 |") == 2  # seeds
+    assert "| wanda uniform 2:4 |" in table and " ± " in table
 
 
 def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypatch):
     accuracy = {"acc": 0.375, "acc_stderr": 0.0086}
-    found = {
-        "tasks": {"rte": {"acc": 0.5, "acc_stderr": 0.03}},
-        "zeroshot": accuracy,
-        "mmlu": {**accuracy, "tasks": {}},
-    }
+    parts = {"rte": accuracy, "gsm8k": {"exact": 0.5, "exact_stderr": None, "samples": 1}}
+    found = {"limit": 1, "tasks": parts, "zeroshot": accuracy, "mmlu": {**accuracy, "tasks": {}}}
     monkeypatch.setattr(sweep, "evaluate_tasks", lambda *_, **__: found)
-    loaded = Recipe.load(recipe([{"method": "wanda"}], tasks=["zeroshot", "mmlu"]))
+    loaded = Recipe.load(recipe([{"method": "wanda"}], tasks=["zeroshot", "mmlu", "gsm8k"]))
     lines = sweep_report.lines(loaded.cells, run(loaded, tmp_path / "out"))
-    head, _, row = [line.split(" | ") for line in sweep_report.markdown(lines).splitlines() if line.startswith("|")]
+    table = sweep_report.markdown(lines)
+    head, _, row = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
     shown = dict(zip(head, row, strict=True))
     for name in ("zero-shot", "mmlu"):
         assert (shown[name], shown[f"{name} stderr"]) == ("0.3750", "0.0086")
+    assert shown["gsm8k exact"] == "0.5000" and not shown.keys() & {"rte", "gsm8k exact stderr"}
+    assert "; the first 1 examples of each task. Dense: perplexity" in table and "zero-shot 0.3750, " in table
+    sweep_report.write(lines, tmp_path / "out")
+    assert next(csv.DictReader((tmp_path / "out" / "results.csv").open()))["rte"] == "0.375"
 
 
 def test_perplexities_of_different_protocols_have_tables_of_their_own(recipe, tmp_path):
@@ -209,7 +210,9 @@ BROKEN = {
     "cells: []": "cells a list of mappings, at least one",
     "cells: [{method: wonda}]": "--method must be one of",
     "cells: [{methd: wanda}]": "unknown setting 'methd'",
-    "cels: [{method: wanda}]": "must be a mapping with the keys base, cells",
+    "cels: [{method: wanda}]": "unknown key 'cels'; the keys are base, cells",
+    "3": "must be a mapping with the keys base, cells, seeds, tasks, share_statistics, got int",
+    "cells: [{method: wanda}]\nshare_statistics: maybe": "share_statistics must be true or false, got 'maybe'",
     "[": "cannot read the recipe",
     "base: 3\ncells: [{method: wanda}]": "base must be a mapping",
     "base: {seed: 7}\ncells: [{method: wanda}]": "give seeds, a list beside cells, in place of seed",
@@ -237,6 +240,27 @@ def test_the_command_writes_the_tables(recipe, tmp_path, capsys):
     path = str(recipe([{"method": ["wanda", "magnitude"]}]))
     argv = ["sweep", str(tmp_path / "model"), path, "--output", str(tmp_path / "out"), "--nsamples", "17"]
     assert cli.main(argv) == 0
-    assert "| wanda uniform 0.5 | 1 |" in capsys.readouterr().out
+    assert "| wanda uniform 0.5 | 0 |" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
     assert [row["nsamples"] for row in rows] == ["17", "17"]
+
+
+def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys, monkeypatch):
+    tiny.llama().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    argv = ["sweep", str(tmp_path / "model"), str(recipe([{"method": "magnitude"}])), "--output", str(tmp_path / "out")]
+
+    def interrupt(*_args, **_settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "prune", interrupt)
+    assert cli.main(argv) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "fwanda: interrupted; the same command goes on"
+
+
+def test_tasks_are_checked_before_the_model_is_read(recipe, tmp_path, capsys):
+    path = str(recipe([{"method": "magnitude"}], tasks=["zeroshot"]))
+    argv = ["sweep", "no-such-model", path, "--output", str(tmp_path / "out"), "--eval-data", str(tmp_path / "nowhere")]
+    assert cli.main(argv) == 2
+    assert "--eval-data must be a folder of data sets" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from fwanda_pruner import tasks
 from fwanda_pruner.cli import main
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.sweep_report import FIGURES
+from fwanda_pruner.sweep_report import evaluation
 from fwanda_pruner.tasks import ZEROSHOT, evaluate_tasks
 
 HUB = Path(__file__).resolve().parents[2] / "shared" / "data" / "hub"
@@ -168,10 +168,9 @@ def test_zeroshot_and_mmlu_run_from_a_folder(monkeypatch):
         assert ("acc_norm" in facts) == (name not in ("boolq", "rte", "winogrande"))
     mean = sum(facts["acc"] for facts in found["tasks"].values()) / 7
     assert found["zeroshot"]["acc"] == pytest.approx(mean) and found["zeroshot"]["acc_stderr"] > 0
-    figures = {
-        name: figure({"lm_eval": found}) for name, figure in FIGURES.items() if name.startswith(("zero", "mmlu"))
-    }
-    assert figures["zero-shot"] == found["zeroshot"]["acc"] and figures["mmlu stderr"] == found["mmlu"]["acc_stderr"]
+    shown = evaluation({"lm_eval": found})
+    assert shown["zero-shot"] == found["zeroshot"]["acc"] and shown["mmlu stderr"] == found["mmlu"]["acc_stderr"]
+    assert shown["boolq"] == found["tasks"]["boolq"]["acc"] and len(shown) == 2 * (1 + 1 + 7)
     mmlu = found["mmlu"]
     assert mmlu["num_fewshot"] == 5 and mmlu["samples"] == 2 * 57 and mmlu["acc_stderr"] > 0
     assert all(facts["num_fewshot"] == 5 for facts in mmlu["tasks"].values())

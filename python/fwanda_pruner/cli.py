@@ -324,15 +324,22 @@ def _task_settings(args: argparse.Namespace) -> dict:
 
 def _sweep(args: argparse.Namespace) -> None:
     from . import sweep, sweep_report
+    from .tasks import check_tasks
 
     sweep_report.check_installed()
     given = {f.name: getattr(args, f.name) for f in fields(PruneConfig) if hasattr(args, f.name)}
     recipe = sweep.Recipe.load(args.recipe, given)
     for config in recipe.cells:
         _check_text(calibration=config.calibration, eval=config.eval)
+    if recipe.tasks:
+        check_tasks(recipe.tasks, **_task_settings(args))
     model, tokenizer = _load(args, recipe.cells[0])
     options = {"eval_data": args.eval_data, "batch_size": args.batch_size, "limit": args.limit}
-    cells = sweep.run(model, tokenizer, recipe, args.output, source=args.model, **options)
+    try:
+        cells = sweep.run(model, tokenizer, recipe, args.output, source=args.model, **options)
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = ("the same command goes on",)
+        raise
     found = sweep_report.lines(recipe.cells, cells)
     paths = sweep_report.write(found, args.output)
     print(sweep_report.markdown(found))

@@ -23,7 +23,7 @@ from .methods import Job, prune_targets
 from .model import Skipped, Target, check_model, find_blocks, find_targets, select_targets
 from .passes import PassSettings
 from .report import MatrixRow, Report, versions
-from .respond import respond
+from .respond import ROUNDS, respond
 from .resume import RunState
 from .stages import Stages
 from .texts import Texts, protocol, with_sources
@@ -239,6 +239,8 @@ class _Run:
             with self.stages.timed("choose"):
                 self.chosen, self.factors = self._choose(statistics, found)
             self.state.keep("chosen", self.factors.tensors() if self.factors else {}, self.chosen)
+            for index in range(ROUNDS):
+                self.state.forget(f"round-{index}")
         if self.factors is None:
             return found[self.chosen["name"]]
         return replace(found[self.chosen["start"]], allocation="response")
@@ -263,6 +265,7 @@ class _Run:
                 found[start],
                 losses[start],
                 settings=PassSettings.of(self.config),
+                state=self.state,
                 progress=self.progress,
             )
             losses |= rounds

@@ -32,6 +32,7 @@ from .config import PruneConfig
 from .masks import Masks, column_scale, kept_as_bits, masked_loss, masks_of
 from .model import Target
 from .passes import Passes, PassFacts, PassSettings, uncompiled
+from .resume import RunState
 
 ROUNDS = 8
 _ROUND_TOKENS = 32768
@@ -92,6 +93,7 @@ def respond(
     loss: float,
     *,
     settings: PassSettings,
+    state: RunState | None = None,
     progress: bool = True,
 ) -> tuple[Factors | None, dict[str, float]]:
     """The factors of the round whose masks do best on held-out text.
@@ -105,6 +107,7 @@ def respond(
         config: resolved; sparsity, pattern and the exponents of the global allocation count, with which it begins.
         loss: mean next-token loss of the masks it begins with on the held-out text, in nats.
         settings: how the passes run; never compiled.
+        state: keeps every round, and those that an interrupted run kept are not run again.
         progress: show a bar.
 
     Returns:
@@ -119,22 +122,29 @@ def respond(
     settings = replace(uncompiled(settings, "the pruned model is measured"), micro_batch=micro_batch)
     if statistics.passes and statistics.passes["checkpointing"]:
         settings = replace(settings, checkpointing="on")
-    factors = global_factors(config, targets, statistics)
-    masks = kept_as_bits(masks_of(config, targets, statistics, factors))
+    state = state or RunState()
+    factors, masks = global_factors(config, targets, statistics), None
     best, losses = None, {}
     for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if progress else True):
-        chosen = torch.arange(index * size, (index + 1) * size) % len(tokens)
-        sums = _sums_of_removed(targets, statistics, factors, masks)
-        facts = _measure(model, tokens[chosen], targets, masks, sums, settings)
-        settings = replace(settings, micro_batch=facts.micro_batch)  # what fits
-        if facts.checkpointing:
-            settings = replace(settings, checkpointing="on")
-        if why := _unusable(sums):
-            warnings.warn(f"{why}: the response ends after {index} rounds", stacklevel=2)
-            break
-        factors = _moved(factors, sums)
-        masks = kept_as_bits(masks_of(config, targets, statistics, factors))
-        losses[f"round {index + 1}"] = found = masked_loss(model, held_out, targets, masks)
+        if (kept := state.recall(f"round-{index}")) is not None:
+            factors, masks = Factors.of_tensors(kept[0], targets[0].weight.device), None
+            found, fitting = kept[1]["loss"], kept[1]["passes"]
+        else:
+            masks = masks or kept_as_bits(masks_of(config, targets, statistics, factors))
+            chosen = torch.arange(index * size, (index + 1) * size) % len(tokens)
+            sums = _sums_of_removed(targets, statistics, factors, masks)
+            facts = _measure(model, tokens[chosen], targets, masks, sums, settings)
+            if why := _unusable(sums):
+                warnings.warn(f"{why}: the response ends after {index} rounds", stacklevel=2)
+                break
+            factors = _moved(factors, sums)
+            masks = kept_as_bits(masks_of(config, targets, statistics, factors))
+            found = masked_loss(model, held_out, targets, masks)
+            checkpointing = "on" if facts.checkpointing else settings.checkpointing
+            fitting = {"micro_batch": facts.micro_batch, "checkpointing": checkpointing}
+            state.keep(f"round-{index}", factors.tensors(), {"loss": found, "passes": fitting})
+        settings = replace(settings, **fitting)
+        losses[f"round {index + 1}"] = found
         if found < loss:
             best, loss = factors, found
     return best, losses

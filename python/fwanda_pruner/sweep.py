@@ -76,12 +76,17 @@ class Recipe:
             known = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))
             line = one_line(error, 200)
             raise UserError(f"cannot read the recipe {name}: {line}; recipes that come along: {known}") from error
-        if not isinstance(values, dict) or not set(values) <= set(_KEYS):
-            raise UserError(f"{path} must be a mapping with the keys {', '.join(_KEYS)}")
+        if not isinstance(values, dict):
+            raise UserError(f"{path} must be a mapping with the keys {', '.join(_KEYS)}, got {type(values).__name__}")
+        if unknown := [key for key in values if key not in _KEYS]:
+            raise UserError(f"{path}: unknown key {unknown[0]!r}; the keys are {', '.join(_KEYS)}")
+        shares = values.get("share_statistics", True)
+        if not isinstance(shares, bool):
+            raise UserError(f"{path}: share_statistics must be true or false, got {shares!r}")
         return cls(
             cells=tuple(dict.fromkeys(_expanded(path, values, overrides or {}))),
             tasks=tuple(_listed(path, values, "tasks", [])),
-            share_statistics=bool(values.get("share_statistics", True)),
+            share_statistics=shares,
         )
 
 
@@ -142,11 +147,12 @@ def run(
         UserError: as prune(), naming the cell; the cells before it are kept.
     """
     output = Path(output)
-    (output / _CELLS).mkdir(parents=True, exist_ok=True)
-    tasks = {"batch_size": batch_size, "limit": limit, "data_dir": eval_data, "progress": progress}
+    tasks = {"batch_size": batch_size, "limit": limit, "data_dir": eval_data}
     tasks = {name: value for name, value in tasks.items() if value is not None}
     if recipe.tasks:
-        check_tasks(recipe.tasks, **{k: v for k, v in tasks.items() if k != "progress"})
+        check_tasks(recipe.tasks, **tasks)
+    tasks["progress"] = progress
+    (output / _CELLS).mkdir(parents=True, exist_ok=True)
     targets = find_targets(model)[0]
     dense = {target.name: target.weight.to("cpu", copy=True) for target in targets}
     cells: dict[PruneConfig, dict] = {}
@@ -209,9 +215,8 @@ def _read(path: Path) -> dict:
 
 def _measured(model, tokenizer, config: PruneConfig, recipe: Recipe, tasks: dict) -> dict:
     """Perplexity with its protocol, and the tasks, of the model as it is."""
-    found = evaluate_model(model, tokenizer, config=config, progress=tasks["progress"])
-    found["lm_eval"] = evaluate_tasks(model, tokenizer, recipe.tasks, **tasks) if recipe.tasks else None
-    return found
+    accuracies = evaluate_tasks(model, tokenizer, recipe.tasks, **tasks) if recipe.tasks else None
+    return evaluate_model(model, tokenizer, config=config, progress=tasks["progress"]) | {"lm_eval": accuracies}
 
 
 def _dense_facts(model, tokenizer, config: PruneConfig, recipe: Recipe, output: Path, tasks: dict, source) -> dict:

@@ -15,6 +15,7 @@ from .config import RESPONSES, PruneConfig
 from .errors import UserError
 from .save import atomic_file
 from .sweep import describe
+from .tasks import ZEROSHOT
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Line:
 
     def values(self, name: str) -> list[float]:
         """A figure for each seed; empty if a seed lacks it."""
-        found = [FIGURES[name](cell) for cell in self.cells]
+        found = [figures(cell).get(name) for cell in self.cells]
         return [] if None in found else found
 
     def mean(self, name: str) -> float | None:
@@ -42,25 +43,41 @@ class Line:
         return statistics.fmean(found) if found else None
 
 
-def _task(cell: dict, name: str, metric: str = "acc") -> float | None:
-    return ((cell.get("lm_eval") or {}).get(name) or {}).get(metric)
-
-
 _UNCOUNTED = ("text", "eval_dense", "eval_pruned")  # stages that the energy is not of
-FIGURES = {
-    "perplexity": lambda cell: cell.get("perplexity"),
-    "of dense": lambda cell: cell["perplexity"] / cell["dense"]["perplexity"] if cell.get("perplexity") else None,
-    "zero-shot": lambda cell: _task(cell, "zeroshot"),
-    "zero-shot stderr": lambda cell: _task(cell, "zeroshot", "acc_stderr"),
-    "mmlu": lambda cell: _task(cell, "mmlu"),
-    "mmlu stderr": lambda cell: _task(cell, "mmlu", "acc_stderr"),
-    "seconds": lambda cell: sum(s for stage, s in cell["report"]["seconds"].items() if stage not in _UNCOUNTED),
-    "peak GB": lambda cell: cell["report"]["peak_memory_bytes"] / 1e9,
-    "kJ": lambda cell: None if isinstance(cell["report"]["energy"], str) else cell["report"]["energy"] / 1e3,
-}
-_FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"} | dict.fromkeys(
-    ("zero-shot", "zero-shot stderr", "mmlu", "mmlu stderr"), ".4f"
-)
+_FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"}
+_ACCURACY = ".4f"
+
+
+def evaluation(found: dict) -> dict[str, float]:
+    """What was measured of a model: perplexity, and the first metric of each task with its standard error.
+
+    Args:
+        found: a cell, or its "dense".
+    """
+    values = {"perplexity": found.get("perplexity")}
+    tasks = found.get("lm_eval") or {}
+    named = {"zero-shot": tasks.get("zeroshot", {}), "mmlu": tasks.get("mmlu", {}), **tasks.get("tasks", {})}
+    for name, facts in named.items():
+        for metric in [key for key in facts if f"{key}_stderr" in facts][:1]:
+            column = name if metric == "acc" else f"{name} {metric}"
+            values |= {column: facts[metric], f"{column} stderr": facts[f"{metric}_stderr"]}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def figures(cell: dict) -> dict[str, float]:
+    """The numbers of a cell that tables show, by column; those that it has."""
+    report, found = cell["report"], evaluation(cell)
+    if "perplexity" in found:
+        ratio = found["perplexity"] / cell["dense"]["perplexity"]
+        found = {"perplexity": found["perplexity"], "of dense": ratio, **found}
+    found["seconds"] = sum(s for stage, s in report["seconds"].items() if stage not in _UNCOUNTED)
+    found["peak GB"] = report["peak_memory_bytes"] / 1e9
+    return found if isinstance(report["energy"], str) else {**found, "kJ": report["energy"] / 1e3}
+
+
+def columns(found: list[Line]) -> list[str]:
+    """The names of all figures that any of the lines has."""
+    return list(dict.fromkeys(name for line in found for cell in line.cells for name in figures(cell)))
 
 
 def check_installed() -> None:
@@ -105,11 +122,13 @@ def markdown(found: list[Line]) -> str:
 
 
 def _table(protocol: str, group: list[Line]) -> str:
-    shown = [name for name in FIGURES if any(line.values(name) for line in group)]
+    shown = columns(group)
+    if "zero-shot" in shown:  # the tasks that it is the mean of are in results.csv
+        shown = [name for name in shown if name.removesuffix(" stderr") not in ZEROSHOT]
     head = ["settings", "seeds", *shown]
-    rows = [[line.label, str(len(line.cells)), *(_cell(line, name) for name in shown)] for line in group]
+    rows = [[line.label, _seeds(line), *(_cell(line, name) for name in shown)] for line in group]
     first = group[0].cells[0]
-    dense = {name: format(value, _FORMATS[name]) for name in shown if (value := _of_dense(first, name)) is not None}
+    dense = {name: _format(name, value) for name, value in evaluation(first["dense"]).items() if name in shown}
     told = ", ".join(f"{name} {value}" for name, value in dense.items()) or "not measured"
     return "\n".join([
         f"Model {first['model']}; {protocol}. Dense: {told}.",
@@ -119,34 +138,41 @@ def _table(protocol: str, group: list[Line]) -> str:
     ])  # fmt: skip
 
 
-def _of_dense(cell: dict, name: str) -> float | None:
-    return None if name in ("of dense", "seconds", "peak GB", "kJ") else FIGURES[name](cell["dense"])
-
-
 def _protocol(cell: dict) -> str:
-    if cell.get("perplexity") is None:
-        return "no perplexity"
-    return "{windows} windows of {seqlen} tokens, tokens {tokens_sha256:.12}, bos {bos}, {tokenizer}".format_map(cell)
+    text = "no perplexity"
+    if cell.get("perplexity") is not None:
+        text = "{windows} windows of {seqlen} tokens, tokens {tokens_sha256:.12}, bos {bos}, {tokenizer}"
+    limit = (cell.get("lm_eval") or {}).get("limit")
+    return text.format_map(cell) + (f"; the first {limit} examples of each task" if limit else "")
+
+
+def _seeds(line: Line) -> str:
+    return ", ".join(str(cell["report"]["config"]["seed"]) for cell in line.cells)
+
+
+def _format(name: str, value: float) -> str:
+    return format(value, _FORMATS.get(name, _ACCURACY))
 
 
 def _cell(line: Line, name: str) -> str:
     values = line.values(name)
     if not values:
         return "-"
-    text = format(statistics.fmean(values), _FORMATS[name])
-    return text if len(values) == 1 else f"{text} ± {format(statistics.stdev(values), _FORMATS[name])}"
+    text = _format(name, statistics.fmean(values))
+    return text if len(values) == 1 else f"{text} ± {_format(name, statistics.stdev(values))}"
 
 
 def _csv(found: list[Line]) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
-    settings = list(found[0].config.to_dict())
-    writer.writerow(["model", "label", *settings, *FIGURES])
+    settings, names = list(found[0].config.to_dict()), columns(found)
+    writer.writerow(["model", "label", *settings, *names])
     for line in found:
         for cell in line.cells:
             config = cell["report"]["config"]
-            figures = [FIGURES[name](cell) for name in FIGURES]
-            writer.writerow([cell["model"], line.label, *(config.get(key) for key in settings), *figures])
+            values = figures(cell)
+            values = [values.get(name) for name in names]
+            writer.writerow([cell["model"], line.label, *(config.get(key) for key in settings), *values])
     return text.getvalue()
 
 
@@ -190,6 +216,7 @@ def _by_sparsity(axes, chosen: list[Line]) -> None:
         )
     for label, points in curves.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.axhline(chosen[0].cells[0]["dense"]["perplexity"], color="gray", linestyle=":", label="dense")
     axes.set(xlabel="weights removed", ylabel="perplexity (lower is better)", yscale="log")
 
 
