@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> None:
 def result_of(recipe: str, found: list[Line], device: str) -> dict:
     """A sweep as JSON values: what ran on what, and each line with the figures of every seed."""
     first = found[0].cells[0]
+    if len({tuple(cell.get(key) for key in PROTOCOL) for line in found for cell in line.cells}) > 1:
+        raise SystemExit("the cells were evaluated in different ways; a table needs one")
     facts = {"kind": "quality", "recipe": recipe, **machine(device), "transformers": transformers.__version__}
     facts["model"] = first["model"]
     facts["protocol"] = {key: first.get(key) for key in PROTOCOL}
@@ -173,7 +176,8 @@ def shown(values: list[float] | None, name: str, best: float | None = None) -> s
         return "-"
     digits, mean = 1 if name == "perplexity" else 3, statistics.fmean(values)
     text = f"{mean:.{digits}f}"
-    text = text if len(values) == 1 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+    if len(values) > 1 and all(map(math.isfinite, values)):
+        text += f" ± {statistics.stdev(values):.{digits}f}"
     return f"**{text}**" if mean == best else text
 
 

@@ -130,14 +130,24 @@ def test_blocks_are_as_before_afterwards(quick_compile):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_last_norm_is_compiled_with_the_blocks(name, monkeypatch, quick_compile):
+def test_the_last_norm_is_compiled_with_the_blocks(name, monkeypatch):
     model, called = MODELS[name](), []
-    plain = passes._call
-    monkeypatch.setattr(passes, "_call", lambda block, *a, **k: called.append(block) or plain(block, *a, **k))
-    monkeypatch.setattr(torch, "compile", lambda call, dynamic: call)
+
+    def compile(call, dynamic):
+        return lambda block, *args, **kwargs: called.append(block) or call(block, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compile)
     measure(model, tiny.tokens(4, LENGTH), micro_batch=2, compile="on")
     norm = next(module for path, module in model.named_modules() if path.rpartition(".")[2] in ("norm", "ln_f"))
     assert called[-1] is norm and len(set(called)) == len(find_blocks(model)[1]) + 1
+
+
+def test_many_models_in_a_process_are_all_compiled(quick_compile):
+    """The compiler keeps eight graphs of one function, and then quietly makes no more."""
+    for hidden in range(16, 16 + 8 * 10, 8):
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        measure(tiny.llama(hidden_size=hidden), tiny.tokens(4, LENGTH), micro_batch=2, compile="on")
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
 def failing_pass(monkeypatch, fails, error):

@@ -247,3 +247,11 @@ def test_a_text_that_changed_does_not_go_on(argv, interrupt, capsys, tmp_path):
     text.write_text(text.read_text() + " w5")
     assert cli.main([*argv, "--method", "fwanda", "--resume"]) == 2
     assert "the interrupted run had calibration_sha256" in capsys.readouterr().err
+
+
+def test_a_stage_under_the_name_of_another_is_refused(tmp_path):
+    state = RunState(tmp_path / "out")
+    state.keep("round-0", {}, {})
+    (state.folder / "round-0.safetensors").rename(state.folder / "round-1.safetensors")
+    with pytest.raises(UserError, match="round-1.safetensors is broken .*it is of the stage round-0"):
+        state.recall("round-1")

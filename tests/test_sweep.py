@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pytest
 import tiny
@@ -177,7 +178,7 @@ def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
 
 def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypatch):
     accuracy = {"acc": 0.375, "acc_stderr": 0.0086}
-    parts = {"rte": accuracy, "gsm8k": {"exact": 0.5, "exact_stderr": None, "samples": 1}}
+    parts = {"rte": accuracy, "gsm8k": {"version": 3, "exact,strict": 0.5, "exact_stderr,strict": 0.25}}
     found = {"limit": 1, "tasks": parts, "zeroshot": accuracy, "mmlu": {**accuracy, "tasks": {}}}
     monkeypatch.setattr(sweep, "evaluate_tasks", lambda *_, **__: found)
     loaded = Recipe.load(recipe([{"method": "wanda"}], tasks=["zeroshot", "mmlu", "gsm8k"]))
@@ -187,7 +188,8 @@ def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypat
     shown = dict(zip(head, row, strict=True))
     for name in ("zero-shot", "mmlu"):
         assert (shown[name], shown[f"{name} stderr"]) == ("0.3750", "0.0086")
-    assert shown["gsm8k exact"] == "0.5000" and not shown.keys() & {"rte", "gsm8k exact stderr"}
+    assert (shown["gsm8k exact,strict"], shown["gsm8k exact,strict stderr"]) == ("0.5000", "0.2500")
+    assert "rte" not in shown
     assert "; the first 1 examples of each task. Dense: perplexity" in table and "zero-shot 0.3750, " in table
     sweep_report.write(lines, tmp_path / "out")
     assert next(csv.DictReader((tmp_path / "out" / "results.csv").open()))["rte"] == "0.375"
@@ -212,7 +214,11 @@ BROKEN = {
     "cells: [{methd: wanda}]": "unknown setting 'methd'",
     "cels: [{method: wanda}]": "unknown key 'cels'; the keys are base, cells",
     "3": "must be a mapping with the keys base, cells, seeds, tasks, share_statistics, got int",
-    "cells: [{method: wanda}]\nshare_statistics: maybe": "share_statistics must be true or false, got 'maybe'",
+    "cells: [{method: wanda}]\nshare_statistics: maybe": "share_statistics must be true or false, got str",
+    "cells: [{method: wanda}]\nseeds: []": "a list of seeds or of values is empty",
+    "cells: [{method: []}]": "a list of seeds or of values is empty",
+    "cells: [{method: wanda}]\ntasks: [1]": "tasks must be a list of names",
+    "cells: [{method: wanda, dtype: [float32, bfloat16]}]": "one model serves all cells; give device and dtype in base",
     "[": "cannot read the recipe",
     "base: 3\ncells: [{method: wanda}]": "base must be a mapping",
     "base: {seed: 7}\ncells: [{method: wanda}]": "give seeds, a list beside cells, in place of seed",
@@ -264,3 +270,53 @@ def test_tasks_are_checked_before_the_model_is_read(recipe, tmp_path, capsys):
     assert cli.main(argv) == 2
     assert "--eval-data must be a folder of data sets" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_perplexity_that_is_not_finite_is_shown(recipe, tmp_path):
+    found = Recipe.load(recipe([{"method": "wanda"}], seeds=[0, 1]))
+    cells = run(found, tmp_path / "out")
+    cells[0]["perplexity"] = math.inf
+    written = sweep_report.write(sweep_report.lines(found.cells, cells), tmp_path / "out")
+    assert "| inf |" in (tmp_path / "out" / "results.md").read_text() and [p.suffix for p in written] == [".csv", ".md"]
+
+
+def test_cells_that_differ_in_order_have_rows_of_their_own(recipe):
+    found = Recipe.load(recipe([{"method": "wanda", "order": ["onepass", "sequential"]}])).cells
+    assert [sweep.describe(config, found) for config in found] == [
+        "wanda uniform 0.5", "wanda uniform 0.5 order=sequential",
+    ]  # fmt: skip
+
+
+def test_another_text_or_model_runs_again(recipe, tmp_path):
+    found = Recipe.load(recipe([{"method": "wanda"}]))
+    first = run(found, tmp_path / "out")
+    assert run(found, tmp_path / "out") == first
+    others = [run(found, tmp_path / "out", tiny.llama(seed=5))]
+    (tmp_path / "text.txt").write_text(tiny.text(2000, seed=9))
+    others.append(run(found, tmp_path / "out"))
+    assert len({cells[0]["perplexity"] for cells in (first, *others)}) == 3
+    assert len({cells[0]["dense"]["perplexity"] for cells in (first, *others)}) == 3
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"report": {}}', "[" * 100_000, "{"], ids=range(6))
+@pytest.mark.parametrize("name", ["dense-*.json", "[!d]*.json"])
+def test_a_broken_cell_is_one_line(text, name, recipe, tmp_path):
+    found = Recipe.load(recipe([{"method": "magnitude"}]))
+    run(found, tmp_path / "out")
+    for path in (tmp_path / "out" / "cells").glob("[!d]*.json" if name[0] == "[" else "*.json"):
+        path.write_text(text) if path.match(name) else path.unlink()
+    with pytest.raises(UserError, match=r"\.json is broken \(.*\); remove it, and its cell runs again"):
+        run(found, tmp_path / "out")
+
+
+def test_an_output_that_is_a_file_is_one_line(recipe, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UserError, match="is a file; expected a folder"):
+        run(Recipe.load(recipe([{"method": "magnitude"}])), tmp_path / "out")
+
+
+def test_a_dense_model_that_overflows_ends_the_sweep(recipe, tmp_path):
+    model = tiny.llama()
+    model.model.norm.weight.data.mul_(1e38)
+    with pytest.raises(UserError, match="the dense model has perplexity"):
+        run(Recipe.load(recipe([{"method": "magnitude"}])), tmp_path / "out", model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -281,12 +282,19 @@ class _CompileError(Exception):
     """A block could not be compiled; one line."""
 
 
-def _call(block: nn.Module, observed: str, *args, **kwargs):
-    """A call of a block, to be compiled. The compiler looks calls up by code and arguments and compares no hooks: a
-    function of our own, told which of the modules have some, is never mixed up with other compiled calls of the block,
-    nor with those of a block in which others have."""
-    call = block._call_impl
-    return call(*args, **kwargs) if observed else call(*args, **kwargs)  # only what is read is compared
+def _call(block: nn.Module, *args, **kwargs):
+    return block._call_impl(*args, **kwargs)
+
+
+@cache
+def _call_of(structure: Hashable) -> Callable:
+    """_call() with code of its own for each structure.
+
+    The compiler keeps what it made by the code, up to eight times for each, and compares no hooks: so calls are neither
+    mixed up with other compiled ones, of the block or of one with other hooks, nor does one model use up the places of
+    the next.
+    """
+    return FunctionType(_call.__code__.replace(), globals())
 
 
 def _norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -312,8 +320,9 @@ class _Compiled:
             return
         calls = self.calls
         if calls is None:
-            call = torch.compile(_call, dynamic=False)
-            calls = {block: partial(call, block, self._hooked(block)) for block in self.blocks}
+            own = {block: _call_of(self._structure(block)) for block in self.blocks}
+            compiled = {call: torch.compile(call, dynamic=False) for call in own.values()}
+            calls = {block: partial(compiled[call], block) for block, call in own.items()}
         try:
             with replaced("_compiled_call_impl", calls):
                 yield
@@ -325,5 +334,7 @@ class _Compiled:
             raise _CompileError(one_line(error)) from error
         self.calls = calls
 
-    def _hooked(self, block: nn.Module) -> str:
-        return " ".join(name for name, module in block.named_modules() if module in self.observed)
+    def _structure(self, block: nn.Module) -> Hashable:
+        """What blocks that share a graph have in common: their type, their weights, and which modules have hooks."""
+        weights = tuple((name, weight.shape, weight.dtype) for name, weight in block.named_parameters())
+        return type(block), weights, tuple(n for n, module in block.named_modules() if module in self.observed)

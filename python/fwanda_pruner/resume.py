@@ -112,6 +112,8 @@ class RunState:
             if sha256 != _hash(tensors, text):
                 raise ValueError("it is not as it was written")
             facts = json.loads(text)
+            if facts["stage"] != stage:
+                raise ValueError(f"it is of the stage {facts['stage']}")
             self.notes += [note for note in facts["notes"] if note not in self.notes]
             return tensors, facts["facts"]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -128,7 +130,7 @@ class RunState:
         from safetensors.torch import save_file
 
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        text = json.dumps({"facts": facts, "notes": self.notes})
+        text = json.dumps({"stage": stage, "facts": facts, "notes": self.notes})
         with atomic_file(self._path(stage)) as temporary:
             save_file(whole, temporary, metadata={_FACTS: text, _SHA256: _hash(whole, text)})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
+from . import data
 from .budgets import keep_total
-from .calibrate import Statistics
+from .calibrate import Statistics, fingerprint
 from .config import PruneConfig
 from .errors import UserError, one_line
+from .evaluate import check_dense
 from .model import Target, find_targets
 from .pipeline import collect, evaluate_model, prune
 from .resume import RunState
-from .save import atomic_file
+from .save import atomic_file, check_output, user_errors
 from .tasks import check_tasks, evaluate_tasks
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -30,6 +33,7 @@ _BINS = 50
 _KEYS = ("base", "cells", "seeds", "tasks", "share_statistics")
 _EVALUATION = ("calibration", "seqlen", "eval", "eval_seqlen", "eval_windows", "bos", "device", "dtype")
 _TOLD = ("method", "allocation", "pattern", "sparsity", "order", "seed")
+_PARTS = ("report", "dense", "kept")  # of a cell
 # what a calibration depends on; the rest of a cell can share one
 _CALIBRATION = ("calibration", "nsamples", "seqlen", "seed", "fisher", "bos")
 
@@ -82,12 +86,14 @@ class Recipe:
             raise UserError(f"{path}: unknown key {unknown[0]!r}; the keys are {', '.join(_KEYS)}")
         shares = values.get("share_statistics", True)
         if not isinstance(shares, bool):
-            raise UserError(f"{path}: share_statistics must be true or false, got {shares!r}")
-        return cls(
-            cells=tuple(dict.fromkeys(_expanded(path, values, overrides or {}))),
-            tasks=tuple(_listed(path, values, "tasks", [])),
-            share_statistics=shares,
-        )
+            raise UserError(f"{path}: share_statistics must be true or false, got {type(shares).__name__}")
+        tasks = _listed(path, values, "tasks", [])
+        if not all(isinstance(task, str) for task in tasks):
+            raise UserError(f"{path}: tasks must be a list of names")
+        cells = tuple(dict.fromkeys(_expanded(path, values, overrides or {})))
+        if len({(config.device, config.dtype) for config in cells}) > 1:
+            raise UserError(f"{path}: one model serves all cells; give device and dtype in base")
+        return cls(cells, tuple(tasks), shares)
 
 
 def _expanded(path: Path, values: dict, overrides: dict) -> Iterable[PruneConfig]:
@@ -98,6 +104,8 @@ def _expanded(path: Path, values: dict, overrides: dict) -> Iterable[PruneConfig
         raise UserError(f"{path}: base must be a mapping, and cells a list of mappings, at least one")
     if any("seed" in settings for settings in (base, *crossed)):
         raise UserError(f"{path}: give seeds, a list beside cells, in place of seed")
+    if not seeds or [] in [value for cell in crossed for value in cell.values()]:
+        raise UserError(f"{path}: a list of seeds or of values is empty")
     for cell in crossed:
         lists = [value if isinstance(value, list) else [value] for value in cell.values()]
         for *combination, seed in itertools.product(*lists, seeds):
@@ -134,7 +142,7 @@ def run(
         model, tokenizer: as prune().
         recipe: what to run.
         output: folder of the results; `cells/` in it holds one JSON file a cell.
-        source: name of the model, for the report.
+        source: name of the model, for the tables.
         eval_data, batch_size, limit: as evaluate_tasks().
         progress: show bars.
 
@@ -152,22 +160,25 @@ def run(
     if recipe.tasks:
         check_tasks(recipe.tasks, **tasks)
     tasks["progress"] = progress
-    (output / _CELLS).mkdir(parents=True, exist_ok=True)
+    check_output(output, overwrite=True)
+    with user_errors(output):
+        (output / _CELLS).mkdir(parents=True, exist_ok=True)
     targets = find_targets(model)[0]
+    weights = fingerprint(targets)
     dense = {target.name: target.weight.to("cpu", copy=True) for target in targets}
     cells: dict[PruneConfig, dict] = {}
     choices: dict[PruneConfig, tuple] = {}
     shared: tuple[tuple, Statistics] | None = None
     for index, config in enumerate(sorted(recipe.cells, key=_calibration)):
-        path = output / _CELLS / f"{_key(config, recipe, source, tasks)}.json"
+        path = output / _CELLS / f"{_key(config, recipe, weights, tasks)}.json"
         if path.is_file():
-            cells[config] = _read(path)
+            cells[config] = _read(path, _PARTS)
             continue
         if progress:
             told = describe(config, recipe.cells)
             print(f"cell {index + 1} of {len(recipe.cells)}: {told}, seed {config.seed}", flush=True)
         asked = config
-        before = _dense_facts(model, tokenizer, config, recipe, output, tasks, source)
+        before = _dense_facts(model, tokenizer, config, recipe, output, tasks, weights)
         config = replace(config, bos={True: "window", False: "none", None: config.bos}[before.get("bos")])
         statistics, state = None, None
         if recipe.share_statistics and config.reads_statistics:
@@ -175,7 +186,7 @@ def run(
             statistics, state = shared[1], _Choices(choices, config)
         cell = _cell(model, tokenizer, config, recipe, statistics, state, targets, dense, tasks, progress)
         cell = {"model": source, **cell, "dense": before}
-        with atomic_file(path) as temporary:
+        with user_errors(output), atomic_file(path) as temporary:
             temporary.write_text(json.dumps(cell) + "\n", encoding="utf-8")
         cells[asked] = cell
     return [cells[config] for config in recipe.cells]
@@ -188,15 +199,17 @@ def describe(config: PruneConfig, among: Iterable[PruneConfig]) -> str:
     varying = [
         key for key, value in values.items() if any(getattr(other, key) != getattr(config, key) for other in among)
     ]
-    return " ".join([*words, *(f"{key}={values[key]}" for key in varying)])
+    order = [] if config.order == config.facts.order else [f"order={config.order}"]
+    return " ".join([*words, *order, *(f"{key}={values[key]}" for key in varying)])
 
 
-def _key(config: PruneConfig, recipe: Recipe, source: str | None, tasks: dict) -> str:
+def _key(config: PruneConfig, recipe: Recipe, weights: str, tasks: dict) -> str:
     """Name of a cell's file: what its result depends on."""
     facts = {
         **config.to_dict(),
         "version": fk.__version__,
-        "model": source,
+        "weights": weights,
+        "texts": [data.file_sha256(name) for name in (config.calibration, config.eval)],
         "tasks": recipe.tasks,
         "limit": tasks.get("limit"),
         "shared": recipe.share_statistics,
@@ -206,10 +219,13 @@ def _key(config: PruneConfig, recipe: Recipe, source: str | None, tasks: dict) -
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path, parts: Iterable[str]) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not found.keys() >= set(parts):
+            raise ValueError("not what a sweep writes")
+        return found
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is broken ({error}); remove it, and its cell runs again") from error
 
 
@@ -219,14 +235,16 @@ def _measured(model, tokenizer, config: PruneConfig, recipe: Recipe, tasks: dict
     return evaluate_model(model, tokenizer, config=config, progress=tasks["progress"]) | {"lm_eval": accuracies}
 
 
-def _dense_facts(model, tokenizer, config: PruneConfig, recipe: Recipe, output: Path, tasks: dict, source) -> dict:
+def _dense_facts(model, tokenizer, config: PruneConfig, recipe: Recipe, output: Path, tasks: dict, weights) -> dict:
     """_measured() of the dense model, once for each way to evaluate."""
     neutral = PruneConfig(**{key: getattr(config, key) for key in _EVALUATION}).resolved()
-    path = output / _CELLS / f"dense-{_key(neutral, recipe, source, tasks)}.json"
+    path = output / _CELLS / f"dense-{_key(neutral, recipe, weights, tasks)}.json"
     if path.is_file():
-        return _read(path)
+        return _read(path, ("sparsity", "lm_eval"))
     found = _measured(model, tokenizer, config, recipe, tasks)
-    with atomic_file(path) as temporary:
+    if "perplexity" in found and (note := check_dense(found["perplexity"], model.config.get_text_config().vocab_size)):
+        warnings.warn(note, stacklevel=2)
+    with user_errors(output), atomic_file(path) as temporary:
         temporary.write_text(json.dumps(found) + "\n", encoding="utf-8")
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from .config import RESPONSES, PruneConfig
 from .errors import UserError
-from .save import atomic_file
+from .save import atomic_file, user_errors
 from .sweep import describe
 from .tasks import ZEROSHOT
 
@@ -46,6 +47,7 @@ class Line:
 _UNCOUNTED = ("text", "eval_dense", "eval_pruned")  # stages that the energy is not of
 _FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"}
 _ACCURACY = ".4f"
+_COUNTS = ("version", "num_fewshot", "samples", "samples_total", "tasks")  # beside the metrics of a task
 
 
 def evaluation(found: dict) -> dict[str, float]:
@@ -58,9 +60,10 @@ def evaluation(found: dict) -> dict[str, float]:
     tasks = found.get("lm_eval") or {}
     named = {"zero-shot": tasks.get("zeroshot", {}), "mmlu": tasks.get("mmlu", {}), **tasks.get("tasks", {})}
     for name, facts in named.items():
-        for metric in [key for key in facts if f"{key}_stderr" in facts][:1]:
+        for metric in [key for key in facts if key not in _COUNTS and "_stderr" not in key][:1]:
             column = name if metric == "acc" else f"{name} {metric}"
-            values |= {column: facts[metric], f"{column} stderr": facts[f"{metric}_stderr"]}
+            plain, *rule = metric.split(",")  # "exact_match,strict-match"
+            values |= {column: facts[metric], f"{column} stderr": facts.get(",".join([f"{plain}_stderr", *rule]))}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -108,7 +111,7 @@ def write(found: list[Line], output: str | Path) -> list[Path]:
     output = Path(output)
     texts = {"results.csv": _csv(found), "results.md": markdown(found)}
     for name, text in texts.items():
-        with atomic_file(output / name) as temporary:
+        with user_errors(output), atomic_file(output / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
     return [output / name for name in texts] + _pictures(found, output)
 
@@ -159,7 +162,9 @@ def _cell(line: Line, name: str) -> str:
     if not values:
         return "-"
     text = _format(name, statistics.fmean(values))
-    return text if len(values) == 1 else f"{text} ± {_format(name, statistics.stdev(values))}"
+    if len(values) == 1 or not all(map(math.isfinite, values)):
+        return text
+    return f"{text} ± {_format(name, statistics.stdev(values))}"
 
 
 def _csv(found: list[Line]) -> str:
@@ -180,6 +185,7 @@ def _pictures(found: list[Line], output: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    found = [x for x in found if all(map(math.isfinite, x.values("perplexity")))]
     alone = not any(cell["shared"] for x in found for cell in x.cells)  # else some energy is counted for none, or one
     drawn = [
         ("perplexity-by-sparsity", _by_sparsity, [x for x in found if x.values("perplexity") and not x.config.pattern]),
@@ -202,7 +208,7 @@ def _draw(path: Path, draw, chosen: list[Line]) -> Path:
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     draw(axes, chosen)
     axes.legend(fontsize=7)
-    with atomic_file(path) as temporary:
+    with user_errors(path.parent), atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
     pyplot.close(figure)
     return path
