@@ -174,6 +174,8 @@ class PruneConfig:
         if kind is str and not isinstance(value, str):
             hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
             raise UserError(f"{_flag(name)} must be text, got {_show(value)}{hint}")
+        if kind is str and "\0" in value:
+            raise UserError(f"{_flag(name)} holds a null character, got {_show(value)}")
         if kind is list and not (isinstance(value, tuple) and all(isinstance(glob, str) for glob in value)):
             raise UserError(f"{_flag(name)} must be a list of globs, got {_show(value)}")
         if kind is bool and not isinstance(value, bool):
