@@ -70,7 +70,7 @@ def backward_of_summed_loss(
     gradient = nn.functional.pad(torch.cat(slices).view(batch, length - 1, size), (0, 0, 0, 1))
     edge = get_gradient_edge(hidden)
     del output, hidden, slices  # not needed by the backward pass, when memory is at its peak
-    torch.autograd.backward(edge, gradient)
+    torch.autograd.backward([edge], [gradient])
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def _loss_gradient(
     edge, dtype = get_gradient_edge(logits), logits.dtype
     del logits  # before there is one more tensor of its size
     gradient = gradient.to(dtype)
-    return torch.autograd.grad(edge, states, gradient[None])[0]
+    return torch.autograd.grad([edge], states, [gradient[None]])[0]
 
 
 @contextmanager
