@@ -117,13 +117,13 @@ def tables(paths: list[Path], *, readme: bool) -> None:
 
 def table(result: dict) -> str:
     """Markdown: a row for each setting, a column for each sparsity or pattern, over the dense model's."""
-    columns = list(dict.fromkeys(column_of(line) for line in result["lines"]))
+    shares = list(dict.fromkeys(column_of(line) for line in result["lines"]))
     rows: dict[str, dict[str, dict]] = {}
     for line in result["lines"]:
         rows.setdefault(line["label"].replace(f" {column_of(line)}", ""), {})[column_of(line)] = line
     names = [name for name in MEASURED if any(name in line for line in result["lines"])]
-    head = [f"{name}, {column}" for name in names for column in columns]
-    best = {(name, column): best_of(rows.values(), name, column) for name in names for column in columns}
+    head = [f"{name}, {column}" for name in names for column in shares]
+    best = {(name, column): best_of(rows.values(), name, column) for name in names for column in shares}
     body = [
         [label, *(shown(by.get(column, {}).get(name), name, best[name, column]) for name, column in best)]
         for label, by in rows.items()

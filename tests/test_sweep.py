@@ -313,10 +313,17 @@ def test_a_broken_cell_is_one_line(text, dense, recipe, tmp_path):
         run(found, tmp_path / "out")
 
 
-def test_an_output_that_is_a_file_is_one_line(recipe, tmp_path):
-    (tmp_path / "out").write_text("")
-    with pytest.raises(UserError, match="is a file; expected a folder"):
-        run(Recipe.load(recipe([{"method": "magnitude"}])), tmp_path / "out")
+@pytest.mark.parametrize("name", ["file", "file/out", "x" * 300])
+def test_an_output_that_cannot_be_made_is_one_line(name, recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="^output .*: not writable .*; choose another folder$"):
+        run(Recipe.load(recipe([{"method": "magnitude"}])), tmp_path / name)
+
+
+def test_a_sweep_may_write_into_the_current_folder(recipe, tmp_path, monkeypatch):
+    found = Recipe.load(recipe([{"method": "magnitude"}]))
+    monkeypatch.chdir(tmp_path)
+    assert run(found, ".") and (tmp_path / "cells").is_dir()
 
 
 def test_a_dense_model_that_overflows_ends_the_sweep(recipe, tmp_path):

@@ -120,7 +120,8 @@ class Passes:
         Raises:
             UserError: one window does not fit, or the blocks cannot be compiled and compile is "on".
         """
-        self.device, self.blocks = model_device(self.model), find_blocks(self.model)[1]
+        self.device = model_device(self.model)
+        self.path, self.blocks = find_blocks(self.model)
         wanted = self.settings.micro_batch
         facts = PassFacts(min(wanted or 1, len(self.tokens)))
         facts.checkpointing = self.backward and self.settings.checkpointing == "on"
@@ -187,7 +188,7 @@ class Passes:
             yield size
         if grow:
             facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
-        compiled, seen = _Compiled([*self.blocks, *_norms_beside(self.model, self.blocks)], self.modules.values()), {}
+        compiled, seen = _Compiled([*self.blocks, *_norms_beside(self.model, self.path)], self.modules.values()), {}
         seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether compiled
         kept = time.monotonic()
         with self._checkpointing(facts.checkpointing):
@@ -297,12 +298,11 @@ def _call_of(structure: Hashable) -> Callable:
     return FunctionType(_call.__code__.replace(), globals())
 
 
-def _norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def _norms_beside(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules of vectors alone that lie beside the blocks: uncompiled, the last norm holds five copies in fp32."""
-    parents = [module for module in model.modules() if blocks in module.children()]
-    beside = [module for parent in parents for module in parent.children()]
-    shapes = {module: [parameter.dim() for parameter in module.parameters()] for module in beside}
-    return [module for module, dims in shapes.items() if dims and max(dims) == 1]
+    beside = model.get_submodule(path.rpartition(".")[0]).children()
+    dims = {module: {parameter.dim() for parameter in module.parameters()} for module in beside}
+    return [module for module, found in dims.items() if found == {1}]
 
 
 class _Compiled:

@@ -33,7 +33,9 @@ _PROCESSOR_FILES = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json",
     "chat_template.jinja",
 )  # fmt: skip
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FORBIDDEN = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from .evaluate import check_dense
 from .model import Target, find_targets
 from .pipeline import collect, evaluate_model, prune
 from .resume import RunState
-from .save import atomic_file, check_output, user_errors
+from .save import atomic_file, user_errors
 from .tasks import check_tasks, evaluate_tasks
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -160,17 +160,17 @@ def run(
     if recipe.tasks:
         check_tasks(recipe.tasks, **tasks)
     tasks["progress"] = progress
-    check_output(output, overwrite=True)
     with user_errors(output):
         (output / _CELLS).mkdir(parents=True, exist_ok=True)
     targets = find_targets(model)[0]
-    weights = fingerprint(targets)
+    names = {name for config in recipe.cells for name in (config.calibration, config.eval)}
+    sources = _Sources(fingerprint(targets), {name: data.file_sha256(name) for name in names})
     dense = {target.name: target.weight.to("cpu", copy=True) for target in targets}
     cells: dict[PruneConfig, dict] = {}
     choices: dict[PruneConfig, tuple] = {}
     shared: tuple[tuple, Statistics] | None = None
     for index, config in enumerate(sorted(recipe.cells, key=_calibration)):
-        path = output / _CELLS / f"{_key(config, recipe, weights, tasks)}.json"
+        path = output / _CELLS / f"{_key(config, recipe, sources, tasks)}.json"
         if path.is_file():
             cells[config] = _read(path, _PARTS)
             continue
@@ -178,7 +178,7 @@ def run(
             told = describe(config, recipe.cells)
             print(f"cell {index + 1} of {len(recipe.cells)}: {told}, seed {config.seed}", flush=True)
         asked = config
-        before = _dense_facts(model, tokenizer, config, recipe, output, tasks, weights)
+        before = _dense_facts(model, tokenizer, config, recipe, output, tasks, sources)
         config = replace(config, bos={True: "window", False: "none", None: config.bos}[before.get("bos")])
         statistics, state = None, None
         if recipe.share_statistics and config.reads_statistics:
@@ -203,13 +203,21 @@ def describe(config: PruneConfig, among: Iterable[PruneConfig]) -> str:
     return " ".join([*words, *order, *(f"{key}={values[key]}" for key in varying)])
 
 
-def _key(config: PruneConfig, recipe: Recipe, weights: str, tasks: dict) -> str:
+@dataclass(frozen=True)
+class _Sources:
+    """Hashes of what a sweep reads: the dense weights, and each text that is a file by its name."""
+
+    weights: str
+    texts: dict[str | None, str | None]
+
+
+def _key(config: PruneConfig, recipe: Recipe, sources: _Sources, tasks: dict) -> str:
     """Name of a cell's file: what its result depends on."""
     facts = {
         **config.to_dict(),
         "version": fk.__version__,
-        "weights": weights,
-        "texts": [data.file_sha256(name) for name in (config.calibration, config.eval)],
+        "weights": sources.weights,
+        "texts": [sources.texts[name] for name in (config.calibration, config.eval)],
         "tasks": recipe.tasks,
         "limit": tasks.get("limit"),
         "shared": recipe.share_statistics,
@@ -235,10 +243,10 @@ def _measured(model, tokenizer, config: PruneConfig, recipe: Recipe, tasks: dict
     return evaluate_model(model, tokenizer, config=config, progress=tasks["progress"]) | {"lm_eval": accuracies}
 
 
-def _dense_facts(model, tokenizer, config: PruneConfig, recipe: Recipe, output: Path, tasks: dict, weights) -> dict:
+def _dense_facts(model, tokenizer, config: PruneConfig, recipe: Recipe, output: Path, tasks: dict, sources) -> dict:
     """_measured() of the dense model, once for each way to evaluate."""
     neutral = PruneConfig(**{key: getattr(config, key) for key in _EVALUATION}).resolved()
-    path = output / _CELLS / f"dense-{_key(neutral, recipe, weights, tasks)}.json"
+    path = output / _CELLS / f"dense-{_key(neutral, recipe, sources, tasks)}.json"
     if path.is_file():
         return _read(path, ("sparsity", "lm_eval"))
     found = _measured(model, tokenizer, config, recipe, tasks)

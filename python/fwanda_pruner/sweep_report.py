@@ -60,7 +60,8 @@ def evaluation(found: dict) -> dict[str, float]:
     tasks = found.get("lm_eval") or {}
     named = {"zero-shot": tasks.get("zeroshot", {}), "mmlu": tasks.get("mmlu", {}), **tasks.get("tasks", {})}
     for name, facts in named.items():
-        for metric in [key for key in facts if key not in _COUNTS and "_stderr" not in key][:1]:
+        metric = next((key for key in facts if key not in _COUNTS and "_stderr" not in key), None)
+        if metric is not None:
             column = name if metric == "acc" else f"{name} {metric}"
             plain, *rule = metric.split(",")  # "exact_match,strict-match"
             values |= {column: facts[metric], f"{column} stderr": facts.get(",".join([f"{plain}_stderr", *rule]))}
