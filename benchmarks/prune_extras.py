@@ -17,7 +17,7 @@ from fwanda_pruner.passes import Passes, PassSettings
 
 GENERATED = 128  # tokens decoded
 _PROMPT = 16
-_OVERHEAD_WINDOWS, _OVERHEAD_ROUNDS = 64, 3
+_OVERHEAD_ROUNDS, _WARM_UP = 3, 4  # times all passes; passes
 _BITS = 8
 
 
@@ -45,18 +45,16 @@ def _packed(weight: Tensor) -> Tensor:
 
 def statistics_overhead(model: nn.Module, tokens: Tensor, config: PruneConfig) -> dict:
     """Percent that collecting statistics adds to the forward and backward passes, in turns on equal micro-batches."""
-    tokens = tokens[:_OVERHEAD_WINDOWS]
     modules = {target.name: target.module for target in find_targets(model)[0]}
     facts = _passes(model, tokens, modules, PassSettings.of(config))[1]
     settings = PassSettings(
         facts.micro_batch, "on" if facts.compiled else "off", "on" if facts.checkpointing else "off"
     )
     seconds: dict[str, list[float]] = {"with": [], "without": []}
-    for index in range(1 + _OVERHEAD_ROUNDS):
+    _passes(model, tokens[: _WARM_UP * facts.micro_batch], {}, settings)
+    for _ in range(_OVERHEAD_ROUNDS):
         for name, measured in (("with", modules), ("without", {})):
-            taken = _passes(model, tokens, measured, settings)[0]
-            if index:
-                seconds[name].append(taken)
+            seconds[name].append(_passes(model, tokens, measured, settings)[0])
     with_, without = (statistics.median(seconds[name]) for name in ("with", "without"))
     return {"percent": 100 * (with_ / without - 1), "seconds": seconds, "passes": dataclasses.asdict(facts)}
 

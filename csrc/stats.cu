@@ -1,6 +1,6 @@
 // Squared column sums: accumulate_sq_sums_, of one input or of a list in two launches.
 //
-// Memory: x [T, C] is read once, past L1. A block sums a slab of kSlab tokens over a strip of 256 columns: a warp takes
+// Memory: x [T, C] is read once, past L1. A block sums a slab of 128 or 256 tokens over a strip of 256 columns: a warp takes
 // every 8th token in fp32, the 8 warps meet in shared memory, and one row of partial [slabs, C] fp32 goes out. The second
 // kernel adds the slabs to acc in fp64; it starts while the first one drains. The order of all additions depends on T
 // alone, so single and grouped calls, vectors and single loads give the same bits.
@@ -14,7 +14,7 @@ namespace fwanda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kSlab = 256;         // tokens
+constexpr int kFew = 4096;         // tokens, of which slabs of 256 would not fill a large GPU
 constexpr int kInFlight = 8;       // 16-byte loads a thread has under way
 constexpr int kFinishCols = 32;    // columns of a block of the second kernel
 constexpr int kMaxEntries = 64;    // the table travels by value
@@ -25,6 +25,9 @@ struct Entry {
   int32_t first_block, first_finish, slabs;
   bool aligned;
 };
+
+__host__ __device__ inline int slab_tokens(int tokens) { return tokens <= kFew ? 128 : 256; }
+inline int32_t slab_count(int tokens) { return (int64_t(tokens) + slab_tokens(tokens) - 1) / slab_tokens(tokens); }
 
 template <int N>
 struct Table {
@@ -55,9 +58,9 @@ template <class E, bool ALIGNED, bool MASKED>
 __device__ void sum_slab(const Entry& e, const uint8_t* counted, int strip, int slab, float (&sum)[8]) {
   constexpr int kRows = kInFlight / E::kParts;
   auto* x = static_cast<const typename E::Bits*>(e.in.x) + strip;
-  int end = min((slab + 1) * kSlab, e.in.tokens);
+  int size = slab_tokens(e.in.tokens), end = min((slab + 1) * size, e.in.tokens);
 #pragma unroll 1
-  for (int t = slab * kSlab + warp(); t < end; t += kRows * kWarps) {
+  for (int t = slab * size + warp(); t < end; t += kRows * kWarps) {
     Eight<E> v[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -134,7 +137,7 @@ cudaError_t launch(const SqSums* entries, int count, const uint8_t* counted, flo
   for (int i = 0; i < count; i++) {
     const SqSums& in = entries[i];
     if (in.tokens < 1 || in.cols < 1) return cudaErrorInvalidValue;
-    int32_t slabs = (in.tokens + kSlab - 1) / kSlab;
+    int32_t slabs = slab_count(in.tokens);
     bool aligned = in_vectors(in.x, in.token_stride, in.cols, itemsize(in.dtype));
     table.entry[i] = {in, partial, int32_t(blocks), int32_t(finish), slabs, aligned};
     blocks += int64_t(slabs) * ((in.cols + kStrip - 1) / kStrip);
@@ -157,7 +160,7 @@ cudaError_t launch(const SqSums* entries, int count, const uint8_t* counted, flo
 
 }  // namespace
 
-int64_t sq_sums_partial(int32_t tokens, int32_t cols) { return int64_t((tokens + kSlab - 1) / kSlab) * cols; }
+int64_t sq_sums_partial(int32_t tokens, int32_t cols) { return int64_t(slab_count(tokens)) * cols; }
 
 cudaError_t accumulate_sq_sums_(const SqSums* entries, int count, const uint8_t* counted, float* partial, cudaStream_t stream) {
   if (count == 1) return launch<1>(entries, 1, counted, partial, stream);

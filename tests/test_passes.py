@@ -9,9 +9,10 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.attention import SDPBackend
+from transformers import masking_utils
 
 import fwanda_pruner
-from fwanda_pruner import devices, passes
+from fwanda_pruner import devices, head, passes
 from fwanda_pruner.calibrate import calibrate, frozen
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.head import backward_of_summed_loss, find_decoder
@@ -358,3 +359,26 @@ def test_hopper_takes_cudnn_s_attention_first(capability, heads, deterministic, 
         order = torch._C._get_sdp_priority_order()
     assert (order[0] == int(SDPBackend.CUDNN_ATTENTION)) == first
     assert torch._C._get_sdp_priority_order() == before
+
+
+def test_the_slices_of_the_head_are_of_about_one_size(monkeypatch):
+    monkeypatch.setattr(head, "_LOGITS", 64 * 5)
+    ids = tiny.tokens(2, 9)
+    slices = list(head._slices(tiny.llama(vocab_size=64), torch.randn(2, 9, 8), ids))
+    assert [len(states) for states, _ in slices] == [4, 4, 4, 4]
+    assert torch.cat([labels for _, labels in slices]).equal(ids[:, 1:].flatten())
+
+
+def test_no_pass_waits_for_the_device_to_look_for_packed_sequences(monkeypatch):
+    asked = []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked.append)
+    model, tokens = tiny.llama(), tiny.tokens(4, LENGTH)
+    model(input_ids=tokens, use_cache=False)
+    assert len(asked) == 1  # transformers still looks there
+    find = masking_utils.find_packed_sequence_indices
+    measure(model, tokens, micro_batch=1)
+    assert len(asked) == 1
+    assert masking_utils.find_packed_sequence_indices is find
+    with pytest.raises(RuntimeError), devices.unpacked_windows():
+        raise RuntimeError
+    assert masking_utils.find_packed_sequence_indices is find

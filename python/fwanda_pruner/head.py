@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -85,9 +86,10 @@ def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor) -> float:
 
 
 def _slices(model: nn.Module, hidden: Tensor, ids: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Pieces of the positions that have a label: states [n, H] and labels [n]."""
-    size = max(1, _LOGITS // model.config.get_text_config().vocab_size)
+    """Pieces of about one size of the positions that have a label: states [n, H] and labels [n]."""
     states, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    pieces = max(1, math.ceil(len(labels) * model.config.get_text_config().vocab_size / _LOGITS))
+    size = max(1, math.ceil(len(labels) / pieces))
     return zip(states.split(size), labels.split(size), strict=True)
 
 
@@ -116,12 +118,13 @@ def _loss_gradient(
     """[n, H] gradient of the summed cross-entropy of n positions, which is softmax - label at the logits."""
     states = states.detach().requires_grad_(True)
     logits = head(states[None])
-    gradient = logits.detach()[0].softmax(-1, dtype=torch.float32)
+    edge, dtype = get_gradient_edge(logits), logits.dtype
+    gradient = logits.detach()[0].float()
+    del logits  # before there are more tensors of its size
+    gradient = gradient.softmax(-1)
     if generator is not None:
         labels = sample_labels(gradient, generator)
     gradient[torch.arange(len(labels), device=labels.device), labels] -= 1
-    edge, dtype = get_gradient_edge(logits), logits.dtype
-    del logits  # before there is one more tensor of its size
     gradient = gradient.to(dtype)
     return torch.autograd.grad([edge], states, [gradient[None]])[0]
 

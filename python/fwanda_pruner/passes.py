@@ -19,7 +19,7 @@ import fwanda_kernels as fk
 
 from .attributes import replaced
 from .config import PruneConfig
-from .devices import fast_attention, free_memory, model_device
+from .devices import fast_attention, free_memory, model_device, unpacked_windows
 from .errors import UserError, one_line
 from .head import backward_of_summed_loss, find_decoder
 from .model import find_blocks
@@ -131,7 +131,7 @@ class Passes:
         compile = "off" if facts.checkpointing else self.settings.compile
         while True:
             try:
-                with fast_attention(self.model):
+                with fast_attention(self.model), unpacked_windows():
                     return self._attempt(facts, grow, compile), facts
             except torch.OutOfMemoryError:
                 exhausted = True  # the traceback holds the activations: go on once it is gone
