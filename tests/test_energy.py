@@ -261,13 +261,36 @@ def test_a_gpu_with_neither_counter_nor_power_is_the_result(nvml, clock):
     assert idle_power("cuda", timer=clock) is None and nvml.open == 0
 
 
+def test_the_work_is_disturbed_by_power_readings_alone(nvml, clock, monkeypatch):
+    reads = {"counter": 0, "power": 0}
+
+    def counted(name, read):
+        def function(gpu):
+            reads[name] += 1
+            return read(gpu)
+
+        return function
+
+    monkeypatch.setattr(
+        nvml, "nvmlDeviceGetTotalEnergyConsumption", counted("counter", nvml.nvmlDeviceGetTotalEnergyConsumption)
+    )
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", counted("power", nvml.nvmlDeviceGetPowerUsage))
+    with EnergyMeter("cuda", timer=clock) as meter, meter.phase("calibrate"):
+        before = dict(reads)
+        nvml.run(10, 300)
+        during = {name: reads[name] - before[name] for name in reads}
+    assert during["counter"] == 0 and during["power"] == pytest.approx(100, abs=1)
+    assert meter.result == pytest.approx(3000, abs=0.1)
+
+
 @pytest.mark.parametrize("what", ["counter", "power"])
 def test_an_nvml_error_in_the_middle_is_the_result_of_everything(nvml, clock, what):
     with EnergyMeter("cuda", timer=clock) as meter:
         with meter.phase("calibrate"):
             nvml.run(3, 300)
         nvml.failures[what] = RuntimeError("GPU is lost")
-        clock.sleep(0.2)
+        with meter.phase("budgets"):
+            clock.sleep(0.2)
         del nvml.failures[what]  # what is missing in between cannot be made up for
         clock.sleep(3)
     assert meter.result == meter.phases["calibrate"] == "not measured: GPU is lost"

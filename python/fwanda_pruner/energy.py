@@ -132,7 +132,7 @@ class Timer:
 
 
 class _Reading(NamedTuple):
-    """All GPUs at one time, in their order; None for what a GPU does not have."""
+    """All GPUs at one time, in their order; None for what a GPU does not have, or was not read."""
 
     seconds: float
     watts: list[float] | None
@@ -173,9 +173,9 @@ class _Gpus:
     def _all(self, function) -> list[float]:
         return [function(handle) / 1000 for handle in self.handles.values()]
 
-    def read(self, seconds: float) -> _Reading:
+    def read(self, seconds: float, *, counter: bool = True) -> _Reading:
         watts = self._all(self._nvml.nvmlDeviceGetPowerUsage) if self.has_power else None
-        joules = self._all(self._nvml.nvmlDeviceGetTotalEnergyConsumption) if self.has_counter else None
+        joules = self._all(self._nvml.nvmlDeviceGetTotalEnergyConsumption) if self.has_counter and counter else None
         return _Reading(seconds, watts, joules)
 
     def limit_watts(self) -> float | None:
@@ -234,7 +234,8 @@ class EnergyMeter:
         try:
             self._gpus = _Gpus()
             self._mark()
-            self._stop = self._timer.every(SAMPLE_SECONDS, self._sample)
+            if self._gpus.has_power:
+                self._stop = self._timer.every(SAMPLE_SECONDS, self._sample)
         except ImportError:
             self._failure = "not measured: no NVML (pip install nvidia-ml-py)"
         except Exception as error:  # NVMLError, or what a broken driver raises: the work must go on
@@ -270,13 +271,13 @@ class EnergyMeter:
                 torch.cuda.synchronize(self._device)
             except Exception as error:  # must not hide an error of the work itself
                 self._fail(error)
-        return self._sample()
+        return self._sample(counter=True)
 
-    def _sample(self) -> int:
+    def _sample(self, *, counter: bool = False) -> int:
         with self._lock:
             if self._gpus is not None and self._failure is None:
                 try:
-                    self._trace.append(self._gpus.read(self._timer.now()))
+                    self._trace.append(self._gpus.read(self._timer.now(), counter=counter))
                 except Exception as error:
                     self._fail(error)
             return len(self._trace) - 1
