@@ -17,7 +17,8 @@ from fwanda_pruner.passes import Passes, PassSettings
 
 GENERATED = 128  # tokens decoded
 _PROMPT = 16
-_OVERHEAD_ROUNDS, _WARM_UP = 3, 4  # times all passes; passes
+_OVERHEAD_ROUNDS = 3
+_WARM_UP = 4  # micro-batches, of which the last are compiled
 _BITS = 8
 
 
@@ -44,7 +45,7 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def statistics_overhead(model: nn.Module, tokens: Tensor, config: PruneConfig) -> dict:
-    """Percent that collecting statistics adds to the forward and backward passes, in turns on equal micro-batches."""
+    """Percent that collecting statistics adds to the forward and backward passes over all windows: medians of turns."""
     modules = {target.name: target.module for target in find_targets(model)[0]}
     facts = _passes(model, tokens, modules, PassSettings.of(config))[1]
     settings = PassSettings(

@@ -14,7 +14,7 @@ namespace fwanda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kFew = 4096;         // tokens, of which slabs of 256 would not fill a large GPU
+constexpr int kFew = 4096;         // tokens, up to which slabs of 128 are faster (H200, the widths of LLaMA-2-7B)
 constexpr int kInFlight = 8;       // 16-byte loads a thread has under way
 constexpr int kFinishCols = 32;    // columns of a block of the second kernel
 constexpr int kMaxEntries = 64;    // the table travels by value
@@ -27,7 +27,7 @@ struct Entry {
 };
 
 __host__ __device__ inline int slab_tokens(int tokens) { return tokens <= kFew ? 128 : 256; }
-inline int32_t slab_count(int tokens) { return (int64_t(tokens) + slab_tokens(tokens) - 1) / slab_tokens(tokens); }
+inline int32_t slab_count(int tokens) { return (tokens - 1) / slab_tokens(tokens) + 1; }
 
 template <int N>
 struct Table {

@@ -1,5 +1,6 @@
 """How calibration runs: micro-batches, checkpointing, compiled blocks and short memory change no sum."""
 
+import threading
 from functools import partial
 
 import families
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from transformers import masking_utils
 
 import fwanda_pruner
-from fwanda_pruner import devices, head, passes
+from fwanda_pruner import devices, head, packing, passes
 from fwanda_pruner.calibrate import calibrate, frozen
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.head import backward_of_summed_loss, find_decoder
@@ -361,24 +362,51 @@ def test_hopper_takes_cudnn_s_attention_first(capability, heads, deterministic, 
     assert torch._C._get_sdp_priority_order() == before
 
 
-def test_the_slices_of_the_head_are_of_about_one_size(monkeypatch):
+def test_the_slices_of_the_head_differ_by_at_most_one_position(monkeypatch):
     monkeypatch.setattr(head, "_LOGITS", 64 * 5)
-    ids = tiny.tokens(2, 9)
-    slices = list(head._slices(tiny.llama(vocab_size=64), torch.randn(2, 9, 8), ids))
-    assert [len(states) for states, _ in slices] == [4, 4, 4, 4]
+    ids = tiny.tokens(1, 18)
+    slices = list(head._slices(tiny.llama(vocab_size=64), torch.randn(1, 18, 8), ids))
+    assert [len(states) for states, _ in slices] == [5, 4, 4, 4]
     assert torch.cat([labels for _, labels in slices]).equal(ids[:, 1:].flatten())
+
+
+def packed_logits(model):
+    """Of the second of two sequences in one window, and of the same sequence by itself."""
+    ids, positions = tiny.tokens(1, 8), torch.arange(8)[None] % 4
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 4:]
+    return packed, model(input_ids=ids[:, 4:], use_cache=False).logits[0]
 
 
 def test_no_pass_waits_for_the_device_to_look_for_packed_sequences(monkeypatch):
     asked = []
+    monkeypatch.setattr(packing, "_find", asked.append)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asked.append)
     model, tokens = tiny.llama(), tiny.tokens(4, LENGTH)
     model(input_ids=tokens, use_cache=False)
     assert len(asked) == 1  # transformers still looks there
-    find = masking_utils.find_packed_sequence_indices
     measure(model, tokens, micro_batch=1)
     assert len(asked) == 1
-    assert masking_utils.find_packed_sequence_indices is find
-    with pytest.raises(RuntimeError), devices.unpacked_windows():
+    model(input_ids=tokens, use_cache=False)
+    assert len(asked) == 2
+
+
+def test_packed_sequences_of_other_threads_are_found(monkeypatch):
+    inside, left = threading.Event(), threading.Event()
+
+    def other_calibration():
+        with packing.single_sequences():
+            inside.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=other_calibration)
+    with packing.single_sequences():
+        thread.start()
+        assert inside.wait(60)
+    model = tiny.llama()
+    torch.testing.assert_close(*packed_logits(model))  # beside a calibration that still runs
+    left.set()
+    thread.join()
+    assert masking_utils.find_packed_sequence_indices is packing._find
+    with pytest.raises(RuntimeError), packing.single_sequences():
         raise RuntimeError
-    assert masking_utils.find_packed_sequence_indices is find
+    torch.testing.assert_close(*packed_logits(model))

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import masking_utils
 
 from .config import PruneConfig
 from .errors import UserError, one_line
@@ -101,25 +100,6 @@ def fast_attention(model: nn.Module) -> Iterator[None]:
     ]
     with sdpa_kernel(order, set_priority=True):
         yield
-
-
-@contextmanager
-def unpacked_windows() -> Iterator[None]:
-    """Within the block, transformers takes every window for one sequence, as ours are.
-
-    Else it looks at the positions for several in one, and to know the answer waits, at the start of every pass, for all
-    that a GPU was given before: the GPU then idles until the host has caught up.
-    """
-    name = "find_packed_sequence_indices"
-    find = getattr(masking_utils, name, None)
-    if find is None:
-        yield
-        return
-    setattr(masking_utils, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, find)
 
 
 def _head_size(model: nn.Module) -> int | None:

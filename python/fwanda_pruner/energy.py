@@ -132,7 +132,8 @@ class Timer:
 
 
 class _Reading(NamedTuple):
-    """All GPUs at one time, in their order; None for what a GPU does not have, or was not read."""
+    """All GPUs at one time, in their order. watts: None unless all have power.draw; joules: None between the ends of
+    phases, and unless all have a counter."""
 
     seconds: float
     watts: list[float] | None
@@ -173,7 +174,7 @@ class _Gpus:
     def _all(self, function) -> list[float]:
         return [function(handle) / 1000 for handle in self.handles.values()]
 
-    def read(self, seconds: float, *, counter: bool = True) -> _Reading:
+    def read(self, seconds: float, *, counter: bool) -> _Reading:
         watts = self._all(self._nvml.nvmlDeviceGetPowerUsage) if self.has_power else None
         joules = self._all(self._nvml.nvmlDeviceGetTotalEnergyConsumption) if self.has_counter and counter else None
         return _Reading(seconds, watts, joules)
@@ -196,7 +197,8 @@ class EnergyMeter:
     power of that second is taken off again, and it is no part of the window.
 
     Args:
-        device: where the work runs; waited for before each reading. On a device other than CUDA nothing is measured.
+        device: where the work runs; waited for at both ends of the block and of each phase. On a device other than
+            CUDA nothing is measured.
         idle: watts before the work, from idle_power(); None if not measured, then there are no net joules.
         timer: the clock.
 
@@ -273,7 +275,7 @@ class EnergyMeter:
                 self._fail(error)
         return self._sample(counter=True)
 
-    def _sample(self, *, counter: bool = False) -> int:
+    def _sample(self, counter: bool = False) -> int:
         with self._lock:
             if self._gpus is not None and self._failure is None:
                 try:
@@ -337,10 +339,10 @@ def idle_power(device: str | torch.device, seconds: float = 2.0, *, timer: Timer
         gpus = _Gpus()
         torch.cuda.synchronize(device)
         timer.sleep(seconds / 2)
-        readings = [gpus.read(timer.now())]
+        readings = [gpus.read(timer.now(), counter=not gpus.has_power)]
         while readings[-1].seconds - readings[0].seconds < seconds / 2:
             timer.sleep(SAMPLE_SECONDS)
-            readings.append(gpus.read(timer.now()))
+            readings.append(gpus.read(timer.now(), counter=not gpus.has_power))
         times = [r.seconds for r in readings]
         if gpus.has_power:
             joules = trapezoid(times, [sum(r.watts) for r in readings])

@@ -86,11 +86,10 @@ def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor) -> float:
 
 
 def _slices(model: nn.Module, hidden: Tensor, ids: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Pieces of about one size of the positions that have a label: states [n, H] and labels [n]."""
+    """Pieces, as equal as can be, of the positions that have a label: states [n, H] and labels [n]."""
     states, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
     pieces = max(1, math.ceil(len(labels) * model.config.get_text_config().vocab_size / _LOGITS))
-    size = max(1, math.ceil(len(labels) / pieces))
-    return zip(states.split(size), labels.split(size), strict=True)
+    return zip(states.tensor_split(pieces), labels.tensor_split(pieces), strict=True)
 
 
 def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
@@ -119,9 +118,9 @@ def _loss_gradient(
     states = states.detach().requires_grad_(True)
     logits = head(states[None])
     edge, dtype = get_gradient_edge(logits), logits.dtype
-    gradient = logits.detach()[0].float()
-    del logits  # before there are more tensors of its size
-    gradient = gradient.softmax(-1)
+    logits = logits.detach()[0].float()  # the others go before there are more tensors of their size
+    gradient = logits.softmax(-1)
+    del logits
     if generator is not None:
         labels = sample_labels(gradient, generator)
     gradient[torch.arange(len(labels), device=labels.device), labels] -= 1

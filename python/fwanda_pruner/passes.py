@@ -19,10 +19,11 @@ import fwanda_kernels as fk
 
 from .attributes import replaced
 from .config import PruneConfig
-from .devices import fast_attention, free_memory, model_device, unpacked_windows
+from .devices import fast_attention, free_memory, model_device
 from .errors import UserError, one_line
 from .head import backward_of_summed_loss, find_decoder
 from .model import find_blocks
+from .packing import single_sequences
 
 _BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
 _SPARE = 0.8  # of the free memory that a larger micro-batch may count on
@@ -131,7 +132,7 @@ class Passes:
         compile = "off" if facts.checkpointing else self.settings.compile
         while True:
             try:
-                with fast_attention(self.model), unpacked_windows():
+                with fast_attention(self.model), single_sequences():
                     return self._attempt(facts, grow, compile), facts
             except torch.OutOfMemoryError:
                 exhausted = True  # the traceback holds the activations: go on once it is gone
