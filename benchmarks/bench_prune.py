@@ -52,7 +52,6 @@ OUTSIDE = ("text", "load", "save", "eval_dense", "eval_pruned")
 
 def main() -> None:
     args, config = arguments()
-    args.results.mkdir(parents=True, exist_ok=True)
     result = Bench(args, config).run()
     path = args.results / file_name(result)
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -63,14 +62,14 @@ def main() -> None:
 def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     """The command line, and the configuration of the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", required=True, choices=SHAPES)
-    parser.add_argument("--method", required=True, choices=METHODS)
-    parser.add_argument("--allocation")
-    parser.add_argument("--sparsity", default="0.5")
+    parser.add_argument("--shape", required=True, choices=SHAPES, help="of the model, whose weights are random")
+    parser.add_argument("--method", required=True, choices=METHODS, help="as of fwanda prune")
+    parser.add_argument("--allocation", help="as of fwanda prune (default: that of the method)")
+    parser.add_argument("--sparsity", default="0.5", help="share to remove (%(default)s)")
     parser.add_argument("--tokens", default="128x2048", metavar="SxL", help="windows x their length (%(default)s)")
     parser.add_argument("--blocks", type=int, metavar="N", help="decoder blocks of the model (default: all)")
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the weights (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of a run")
     parser.add_argument(
         "--repeats", type=int, default=1, help="warm runs of each pipeline, 0 for ours cold alone (%(default)s)"
@@ -80,7 +79,7 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     parser.add_argument("--overhead", action="store_true", help="time the passes with and without statistics")
     parser.add_argument("--inference", action="store_true", help="joules per generated token, dense and pruned")
     parser.add_argument("--save", action="store_true", help="save the pruned model to a temporary folder")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON (%(default)s)")
     args = parser.parse_args()
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", args.tokens):
         parser.error(f"--tokens must be windows x length, e.g. 128x2048, got {args.tokens!r}")
@@ -96,6 +95,10 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     if args.naive and (config.nm or config.allocation != prune_naive.ALLOCATIONS[config.method]):
         allocation = prune_naive.ALLOCATIONS[config.method]
         parser.error(f"--naive has {config.method} with --allocation {allocation} and no pattern only")
+    try:
+        args.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--results {args.results}: {error.strerror}")
     return args, config
 
 
@@ -105,7 +108,9 @@ def setting(text: str) -> tuple[str, object]:
     kinds = {f.name: f.metadata["type"] for f in dataclasses.fields(PruneConfig)}
     if name not in kinds:
         raise ValueError(f"--set: unknown setting {name!r}")
-    return name, kinds[name](value)
+    if kinds[name] is bool and value not in ("true", "false"):
+        raise ValueError(f"--set {name} must be true or false, got {value!r}")
+    return name, value == "true" if kinds[name] is bool else kinds[name](value)
 
 
 class Bench:

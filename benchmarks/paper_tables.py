@@ -213,11 +213,10 @@ def markdown(results: list[dict], rows: list[Row]) -> list[str]:
 
 def heading(results: list[dict]) -> str:
     dates = sorted({result["date"] for result in results})
-    line = (
-        "{card}, driver {driver}, torch {torch}, Triton {triton}, transformers {transformers}, "
-        "fwanda-kernels {fwanda_kernels}"
-    )
-    return f"{line.format_map(results[0])}, {' to '.join(dates[:1] + dates[1:][-1:])}."
+    labels = {"driver": "driver", "torch": "torch", "triton": "Triton", "transformers": "transformers"}
+    labels["fwanda_kernels"] = "fwanda-kernels"
+    facts = [f"{label} {results[0][key]}" for key, label in labels.items() if results[0][key] is not None]
+    return f"{', '.join([results[0]['card'], *facts])}, {' to '.join(dates[:1] + dates[1:][-1:])}."
 
 
 def cell(row: Row, column: str, lowest: float | None) -> str:

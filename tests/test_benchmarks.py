@@ -72,9 +72,11 @@ def test_a_tiny_run_measures_everything_and_leaves_one_file(tmp_path):
         (("--method", "fwanda", "--allocation", "global", "--naive"), "--naive has fwanda with --allocation row"),
         (("--method", "wanda", "--tokens", "128"), "--tokens must be windows x length"),
         (("--method", "wanda", "--set", "speed=fast"), "unknown setting 'speed'"),
+        (("--method", "wanda", "--set", "no_check=yes"), "--set no_check must be true or false, got 'yes'"),
         (("--method", "wanda", "--sparsity", "1.5"), "--sparsity must be a decimal"),
+        (("--method", "wanda", "--results", __file__), "--results"),
     ],
-    ids=["allocation", "tokens", "setting", "sparsity"],
+    ids=["allocation", "tokens", "setting", "bool", "sparsity", "results"],
 )
 def test_a_wrong_argument_is_one_line(arguments, message):
     done = bench_prune("--shape", "tiny", *arguments)

@@ -148,6 +148,15 @@ def test_saved_statistics_give_the_same_masks(settings, tmp_path):
     assert report.config["order"] == "onepass" and report.tokens_sha256 == loaded.tokens_sha256 is not None
 
 
+def test_text_settings_that_statistics_make_void_are_said():
+    statistics = fwanda_pruner.collect(tiny.llama(), config=PruneConfig(), calibration=TOKENS, progress=False)
+    asked = {"statistics": statistics, "method": "wanda", "progress": False, "no_check": True}
+    assert fwanda_pruner.prune(tiny.llama(), nsamples=5, **asked).warnings == []
+    report = fwanda_pruner.prune(tiny.llama(), nsamples=8, **asked)
+    assert report.warnings == ["--nsamples 8 has no effect: the statistics are of --nsamples 5"]
+    assert report.config["nsamples"] == 5
+
+
 def test_statistics_of_another_model_are_refused():
     statistics = fwanda_pruner.collect(tiny.llama(), config=PruneConfig(), calibration=TOKENS, progress=False)
     with pytest.raises(UserError, match="are of another model"):

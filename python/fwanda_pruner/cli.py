@@ -93,7 +93,7 @@ def _parser() -> _Parser:
     prune.add_argument(
         "--resume",
         action="store_true",
-        help="go on where an interrupted run of the same command stopped; if it finished, verify DIR",
+        help="go on where an interrupted run of the same command stopped; if it finished, compare DIR with its report",
     )
     prune.add_argument("--dry-run", action="store_true", help="list every target and what would go, write nothing")
 
@@ -215,7 +215,7 @@ def _prune(args: argparse.Namespace) -> None:
     if args.resume and args.output and Path(args.output, report.FILE_NAME).is_file() and not args.overwrite:
         verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
         RunState(args.output).remove()
-        return print(f"finished    {args.output} holds the result of this command, its files are as written")
+        return print(f"finished    {args.output} holds the result of this command, with the zeros of its report")
     if not args.dry_run:
         inputs = (args.model, args.statistics, config.calibration, config.eval)
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)

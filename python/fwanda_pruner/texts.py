@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import warnings
+from dataclasses import fields, replace
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -27,7 +28,9 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
     changes: dict = {}
     if statistics is not None:
         config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
-        changes |= {} if config.runs_blocks else statistics.text
+        if not config.runs_blocks:
+            _warn_of_other_text(config, statistics)
+            changes |= statistics.text
     for name, source in (("calibration", calibration), ("eval", eval)):
         if isinstance(source, Tensor):
             if source.dim() != 2:
@@ -37,6 +40,14 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         elif source is not None:
             changes[name] = source
     return replace(config, **changes).resolved()
+
+
+def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
+    defaults = {f.name: f.default for f in fields(PruneConfig)}
+    for name, value in statistics.text.items():
+        asked = getattr(config, name)
+        if asked not in (value, defaults[name]):
+            warnings.warn(f"--{name} {asked} has no effect: the statistics are of --{name} {value}", stacklevel=4)
 
 
 def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
