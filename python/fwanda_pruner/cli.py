@@ -100,7 +100,9 @@ def _parser() -> _Parser:
     calibrate = _command(commands, "calibrate", _calibrate, "measure statistics once, to prune at any sparsity later")
     _add_model(calibrate)
     _add_settings(calibrate, [*_TEXT, "fisher", *_PLACE, *PASS_SETTINGS])
-    calibrate.add_argument("--output", metavar="FILE.safetensors", required=True, help="file to write")
+    calibrate.add_argument(
+        "--output", metavar="FILE.safetensors", required=True, help="file to write; one of statistics is replaced"
+    )
 
     evaluate = _command(commands, "eval", _eval, "perplexity, accuracy on tasks, and sparsity of a model")
     _add_model(evaluate)
