@@ -79,6 +79,24 @@ def test_experts_have_no_energies_even_where_all_see_each_token():
     assert energies and not any("expert" in name for name in energies)
 
 
+def test_experts_in_a_list_have_no_energies():
+    class Experts(torch.nn.Module):
+        def __init__(self, expert):
+            super().__init__()
+            self.experts = torch.nn.ModuleList([expert])
+
+        def forward(self, x):
+            return self.experts[0](x)
+
+    model = tiny.llama()
+    model.model.layers[0].mlp = Experts(model.model.layers[0].mlp)
+    targets = find_targets(model)[0]
+    energies, _ = token_energies(model, TOKENS, targets, progress=False)
+    assert {t.name for t in targets} - energies.keys() == {
+        f"model.layers.0.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")
+    }
+
+
 @pytest.mark.parametrize("settings", [PassSettings(2), PassSettings(3, checkpointing="on")], ids=str)
 def test_energies_keep_the_order_of_calls_in_parts(settings, monkeypatch):
     model, whole = tiny.llama(), tiny.llama()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .calibrate import OutputGradients, fisher_passes, frozen
 from .errors import UserError
-from .model import Target
+from .model import Target, find_blocks
 from .passes import PassFacts, PassSettings, uncompiled
 
 
@@ -54,13 +54,15 @@ def token_energies(
         progress: show a bar.
 
     Returns:
-        name -> [S * L] fp32 in the order of the tokens, on the model's device; without an entry for a matrix that does
-        not see each token once (an expert). And how the passes ran.
+        name -> [S * L] fp32 in the order of the tokens, on the model's device; without an entry for a matrix of an
+        expert, which sees tokens in the order of their routes, or one that does not see each token once. And how the
+        passes ran.
 
     Raises:
         UserError: the memory does not suffice, or a gradient is not finite.
     """
-    energies = _Energies({t.name: t.module for t in targets if t.slice_of is None})
+    lists = _lists_in_blocks(model)
+    energies = _Energies({t.name: t.module for t in targets if t.slice_of is None and not t.name.startswith(lists)})
     passes = fisher_passes(
         model,
         tokens,
@@ -77,6 +79,12 @@ def token_energies(
     if found and not bool(torch.stack([energy.sum().isfinite() for energy in found.values()]).all()):
         raise UserError("gradients have NaN or inf values; the model overflows on the calibration text")
     return {name: energy for name, energy in found.items() if len(energy) == tokens.numel()}, facts
+
+
+def _lists_in_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Prefixes of the names of what lies in a list, as experts do that are not slices of one parameter."""
+    path, _ = find_blocks(model)
+    return tuple(f"{n}." for n, module in model.named_modules() if n != path and isinstance(module, nn.ModuleList))
 
 
 def token_weights(energies: Sequence[Tensor], power: float) -> Tensor:
