@@ -213,9 +213,9 @@ def markdown(results: list[dict], rows: list[Row]) -> list[str]:
 
 def heading(results: list[dict]) -> str:
     dates = sorted({result["date"] for result in results})
-    labels = {"driver": "driver", "torch": "torch", "triton": "Triton", "transformers": "transformers"}
-    labels["fwanda_kernels"] = "fwanda-kernels"
-    facts = [f"{label} {results[0][key]}" for key, label in labels.items() if results[0][key] is not None]
+    labels = {"triton": "Triton", "fwanda_kernels": "fwanda-kernels"}
+    keys = [key for key in MACHINE if key not in ("card", "python") and results[0][key] is not None]
+    facts = [f"{labels.get(key, key)} {results[0][key]}" for key in keys]
     return f"{', '.join([results[0]['card'], *facts])}, {' to '.join(dates[:1] + dates[1:][-1:])}."
 
 

@@ -74,7 +74,7 @@ def test_a_tiny_run_measures_everything_and_leaves_one_file(tmp_path):
         (("--method", "wanda", "--set", "speed=fast"), "unknown setting 'speed'"),
         (("--method", "wanda", "--set", "no_check=yes"), "--set no_check must be true or false, got 'yes'"),
         (("--method", "wanda", "--sparsity", "1.5"), "--sparsity must be a decimal"),
-        (("--method", "wanda", "--results", __file__), "--results"),
+        (("--method", "wanda", "--results", __file__), f"--results {__file__}: File exists"),
     ],
     ids=["allocation", "tokens", "setting", "bool", "sparsity", "results"],
 )

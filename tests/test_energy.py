@@ -159,6 +159,7 @@ def test_a_gpu_without_power_draw_is_measured_by_its_counter(nvml, clock):
     nvml.failures |= {"power": RuntimeError("Not Supported"), "limit": RuntimeError("Not Supported")}
     idle = idle_power("cuda", timer=clock)
     with EnergyMeter("cuda", idle=idle, timer=clock) as meter:
+        assert not clock.calls  # nothing to sample
         nvml.run(10, 300)
     assert meter.energy.sampled_joules is None and meter.energy.limit_watts is None
     assert meter.result == pytest.approx(3000, abs=0.01) and meter.energy.net_joules == pytest.approx(2000, abs=0.1)

@@ -390,7 +390,7 @@ def test_no_pass_waits_for_the_device_to_look_for_packed_sequences(monkeypatch):
     assert len(asked) == 2
 
 
-def test_packed_sequences_of_other_threads_are_found(monkeypatch):
+def test_packed_sequences_of_other_threads_are_found():
     inside, left = threading.Event(), threading.Event()
 
     def other_calibration():

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .attributes import replaced
 from .errors import UserError
 
-_LOGITS = 1 << 24  # at once: 64 MB in fp32, and as much in copies of fewer bits
+_LOGITS = 1 << 24  # at once: 64 MB in fp32, and as much in their softmax
 
 
 class _Found(Exception):
