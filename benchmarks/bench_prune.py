@@ -40,9 +40,9 @@ from repeats import Spread
 import fwanda_pruner
 from fwanda_pruner import PruneConfig
 from fwanda_pruner.config import DTYPES, METHODS
-from fwanda_pruner.energy import EnergyMeter, idle_power
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.model import find_targets
+from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.run.energy import EnergyMeter, idle_power
 
 PAPER_REPEATS = 5
 ROOF_SECONDS = {"cuda": 2.0, "cpu": 0.2}

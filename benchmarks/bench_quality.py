@@ -22,11 +22,12 @@ import transformers
 from conftest import RESULTS, machine
 from pages import put_between
 
-from fwanda_pruner import PruneConfig, sweep
+from fwanda_pruner import PruneConfig
 from fwanda_pruner.config import DTYPES
-from fwanda_pruner.load import load_model
-from fwanda_pruner.sweep_report import Line, columns, evaluation, lines
-from fwanda_pruner.tasks import ZEROSHOT
+from fwanda_pruner.evaluate.tasks import ZEROSHOT
+from fwanda_pruner.model.load import load_model
+from fwanda_pruner.sweep import run as sweep
+from fwanda_pruner.sweep.tables import Line, columns, evaluation, lines
 
 README = RESULTS.parent.parent / "README.md"
 BEGIN, END = "<!-- quality: begin -->", "<!-- quality: end -->"

@@ -12,8 +12,8 @@ from repeats import repeated
 from torch import Tensor, nn
 
 from fwanda_pruner import PruneConfig
-from fwanda_pruner.model import Target, find_targets
-from fwanda_pruner.passes import Passes, PassSettings
+from fwanda_pruner.engine.loop import Passes, PassSettings
+from fwanda_pruner.model.targets import Target, find_targets
 
 GENERATED = 128  # tokens decoded
 _PROMPT = 16

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fwanda_pruner.energy import SHORTEST, Energy, EnergyMeter, Timer, idle_power
+from fwanda_pruner.run.energy import SHORTEST, Energy, EnergyMeter, Timer, idle_power
 
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom
 _T = (

@@ -26,5 +26,5 @@ def backend(request):
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
     """Two rounds of the response allocation, for tests that do not ask how good they are."""
-    if (respond := sys.modules.get("fwanda_pruner.respond")) is not None:
+    if (respond := sys.modules.get("fwanda_pruner.allocate.response")) is not None:
         monkeypatch.setattr(respond, "ROUNDS", 2)

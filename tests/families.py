@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 import fwanda_pruner
-from fwanda_pruner.model import find_targets
+from fwanda_pruner.model.targets import find_targets
 
 SIZES = {
     "vocab_size": 64,

@@ -22,7 +22,9 @@ import tiny
 import torch
 import tqdm
 
-from fwanda_pruner import cli, passes, pipeline  # noqa: F401  imported before the fork, so that a run is short
+from fwanda_pruner import cli  # noqa: F401  imported before the fork, so that a run is short
+from fwanda_pruner.engine import loop as passes  # noqa: F401  imported before the fork, so that a run is short
+from fwanda_pruner.run import pipeline  # noqa: F401  imported before the fork, so that a run is short
 
 COMMANDS = {
     "fwanda row": ["--method", "fwanda"],

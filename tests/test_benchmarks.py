@@ -24,7 +24,7 @@ import repeats  # noqa: E402
 from prune_extras import decode, masks_agree, packed_masks  # noqa: E402
 from repeats import Spread, repeated  # noqa: E402
 
-from fwanda_pruner.model import find_targets  # noqa: E402
+from fwanda_pruner.model.targets import find_targets  # noqa: E402
 
 
 def bench_prune(*arguments):

@@ -6,7 +6,10 @@ import pytest
 import tiny
 
 import fwanda_pruner
-from fwanda_pruner import PruneConfig, data, evaluate, pipeline
+from fwanda_pruner import PruneConfig
+from fwanda_pruner.evaluate import perplexity as evaluate
+from fwanda_pruner.run import pipeline
+from fwanda_pruner.text import windows as data
 
 
 @pytest.fixture

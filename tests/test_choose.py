@@ -9,10 +9,14 @@ import tiny
 import torch
 
 import fwanda_pruner
-from fwanda_pruner import PruneConfig, UserError, choose, data, evaluate, masks, respond
-from fwanda_pruner.calibrate import calibrate
+from fwanda_pruner import PruneConfig, UserError
+from fwanda_pruner.allocate import choose, masks
+from fwanda_pruner.allocate import response as respond
 from fwanda_pruner.config import TEXT_NUMBERS
-from fwanda_pruner.model import find_targets
+from fwanda_pruner.evaluate import perplexity as evaluate
+from fwanda_pruner.measure.statistics import calibrate
+from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.text import windows as data
 
 TOKENS, HELD_OUT = tiny.tokens(16, 24), tiny.tokens(5, 24, seed=9)
 CONFIG = PruneConfig(method="fwanda", allocation="auto", sparsity=0.6).resolved()

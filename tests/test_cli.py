@@ -154,7 +154,7 @@ def test_eval_prints_perplexity_and_sparsity(folder, tmp_path, capsys):
 
 def test_eval_reads_wikitext2_by_default(folder, capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr("fwanda_pruner.data._dataset", lambda path, *_, **__: asked.append(path) or [tiny.text(300)])
+    monkeypatch.setattr("fwanda_pruner.text.windows._dataset", lambda path, *_, **__: asked.append(path) or [tiny.text(300)])
     assert main(["eval", str(folder / "model"), "--eval-seqlen", "24", "--bos", "none"]) == 0
     assert json.loads(capsys.readouterr().out)["windows"] == 300 // 24 and asked == ["Salesforce/wikitext"]
 
@@ -317,7 +317,7 @@ def test_interrupt_ends_in_one_line(folder, tmp_path, capsys, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fwanda_pruner.pipeline.prune_targets", interrupt)
+    monkeypatch.setattr("fwanda_pruner.run.pipeline.prune_targets", interrupt)
     assert main(arguments(folder, tmp_path / "out")) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("fwanda: interrupted")
     assert [path.name for path in tmp_path.iterdir()] == [".out.resume"]

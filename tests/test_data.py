@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers_text import sentences, tiny_tokenizer
 
-from fwanda_pruner import data
-from fwanda_pruner.data import calibration_tokens, evaluation_tokens, load_documents, tokens_sha256
 from fwanda_pruner.errors import UserError
+from fwanda_pruner.text import windows as data
+from fwanda_pruner.text.windows import calibration_tokens, evaluation_tokens, load_documents, tokens_sha256
 
 datasets = pytest.importorskip("datasets")
 

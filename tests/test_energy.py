@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fwanda_pruner.energy import Energy, EnergyMeter, Timer, idle_power, trapezoid
+from fwanda_pruner.run.energy import Energy, EnergyMeter, Timer, idle_power, trapezoid
 
 IDLE = 100.0
 

@@ -10,9 +10,9 @@ import torch
 from helpers_text import tiny_llama
 from safetensors.torch import save_file
 
-from fwanda_pruner import evaluate
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.evaluate import audit, check_dense, choose_bos, perplexity
+from fwanda_pruner.evaluate import perplexity as evaluate
+from fwanda_pruner.evaluate.perplexity import audit, check_dense, choose_bos, perplexity
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from families import EXPERTS, FUSED, RUNS, TEXT, build, check_counts, prune, run
 from torch import nn
 
 import fwanda_pruner
-from fwanda_pruner.experts import CannotSplit, count_experts, run_split, split_experts
-from fwanda_pruner.load import load_model
-from fwanda_pruner.model import find_blocks, find_targets
+from fwanda_pruner.model.experts import CannotSplit, count_experts, run_split, split_experts
+from fwanda_pruner.model.load import load_model
+from fwanda_pruner.model.targets import find_blocks, find_targets
 
 
 @pytest.mark.parametrize("settings", [*RUNS, {"method": "fwanda", "allocation": "row"}], ids=run_name)

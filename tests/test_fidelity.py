@@ -8,12 +8,12 @@ import tiny
 import torch
 
 import fwanda_pruner
-from fwanda_pruner.budgets import keep_budgets
-from fwanda_pruner.calibrate import Statistics, calibrate
+from fwanda_pruner.allocate.budgets import keep_budgets
 from fwanda_pruner.config import PruneConfig
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.methods import Job, prune_targets
-from fwanda_pruner.model import find_targets
+from fwanda_pruner.measure.statistics import Statistics, calibrate
+from fwanda_pruner.methods.prune import Job, prune_targets
+from fwanda_pruner.model.targets import find_targets
 
 TOKENS = tiny.tokens(6, 24)
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import fwanda_pruner
-from fwanda_pruner.calibrate import Statistics, calibrate
 from fwanda_pruner.cli import main
+from fwanda_pruner.engine.loop import PassSettings
+from fwanda_pruner.engine.losses import sample_labels
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.head import sample_labels
-from fwanda_pruner.model import find_targets
-from fwanda_pruner.passes import PassSettings
+from fwanda_pruner.measure.statistics import Statistics, calibrate
+from fwanda_pruner.model.targets import find_targets
 
 SAMPLES, LENGTH = 5, 24
 
@@ -58,7 +58,7 @@ def assert_close(statistics, omegas) -> None:
 
 
 def test_true_equals_a_float64_restatement_with_the_same_labels(monkeypatch):
-    monkeypatch.setattr("fwanda_pruner.head._LOGITS", 64 * 5)  # several slices of the head
+    monkeypatch.setattr("fwanda_pruner.engine.losses._LOGITS", 64 * 5)  # several slices of the head
     tokens = tiny.tokens(SAMPLES, LENGTH)
     found = measure(tiny.llama(), tokens, "true", seed=7)
     grads = gradients(tiny.llama(), tokens, drawn(tokens, 7))
@@ -104,7 +104,7 @@ def test_no_variant_depends_on_how_the_passes_run(fisher, settings, monkeypatch)
 
 @pytest.mark.parametrize("fisher", ["true", "mean"])
 def test_a_start_from_the_beginning_counts_nothing_twice_and_draws_the_same_labels(fisher, monkeypatch):
-    from fwanda_pruner import passes
+    from fwanda_pruner.engine import loop as passes
 
     tokens = tiny.tokens(SAMPLES, LENGTH)
     one = measure(tiny.llama(), tokens, fisher)

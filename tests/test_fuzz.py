@@ -16,11 +16,12 @@ from test_load import write_tiny_gguf
 from test_report import make_report
 from transformers import AutoConfig
 
-from fwanda_pruner import PruneConfig, Report, Statistics, UserError, data, prune
-from fwanda_pruner.data import load_documents
-from fwanda_pruner.load import _check_stored_types, load_model
-from fwanda_pruner.model import find_targets
-from fwanda_pruner.report import table
+from fwanda_pruner import PruneConfig, Report, Statistics, UserError, prune
+from fwanda_pruner.model.load import _check_stored_types, load_model
+from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.report.record import table
+from fwanda_pruner.text import windows as data
+from fwanda_pruner.text.windows import load_documents
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

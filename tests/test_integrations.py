@@ -55,7 +55,7 @@ def test_an_untested_version_gives_one_warning_that_names_both(version):
 def test_the_pruner_imports_no_adapter_and_the_package_no_host():
     loaded = python(
         "import sys; sys.path.insert(0, '..')\n"
-        "import fwanda_pruner, fwanda_pruner.pipeline\n"
+        "import fwanda_pruner, fwanda_pruner.run.pipeline\n"
         "a = [m for m in sys.modules if m.startswith('fwanda_pruner.integrations')]\n"
         "import fwanda_pruner.integrations\n"
         "b = [m for m in sys.modules if m.startswith('fwanda_pruner.integrations.')]\n"
@@ -76,7 +76,7 @@ def test_the_adapters_of_torch_need_neither_transformers_nor_a_dataset():
 def test_budgets_need_no_transformers():
     loaded = python(
         "import sys; sys.path.insert(0, '..')\n"
-        "import fwanda_pruner.budgets\n"
+        "import fwanda_pruner.allocate.budgets\n"
         "print([m for m in ('transformers', 'datasets', 'safetensors') if m in sys.modules])"
     )
     assert loaded == "[]"

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 import fwanda_kernels as fk
 from fwanda_kernels.testing import assert_masks_equal
 from fwanda_pruner import UserError
-from fwanda_pruner.budgets import OMEGA_FLOOR
+from fwanda_pruner.allocate.budgets import OMEGA_FLOOR
 from fwanda_pruner.integrations.ao_sparsifier import WandaSparsifier
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))

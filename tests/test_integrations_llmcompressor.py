@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import fwanda_kernels as fk
 from fwanda_pruner import UserError, prune
-from fwanda_pruner.calibrate import calibrate
+from fwanda_pruner.measure.statistics import calibrate
 
 host = pytest.importorskip("llmcompressor", reason='llm-compressor is missing: pip install ".[llmcompressor]"')
 

@@ -12,8 +12,7 @@ from torch.nn.utils import parametrizations, prune
 import fwanda_kernels as fk
 from fwanda_kernels.testing import assert_masks_equal
 from fwanda_pruner import UserError
-from fwanda_pruner.budgets import OMEGA_FLOOR, keep_budgets
-from fwanda_pruner.calibrate import Statistics
+from fwanda_pruner.allocate.budgets import OMEGA_FLOOR, keep_budgets
 from fwanda_pruner.config import PruneConfig
 from fwanda_pruner.integrations.nn_prune import (
     WandaUnstructured,
@@ -21,7 +20,8 @@ from fwanda_pruner.integrations.nn_prune import (
     global_fwanda_unstructured,
     wanda_unstructured,
 )
-from fwanda_pruner.model import Target
+from fwanda_pruner.measure.statistics import Statistics
+from fwanda_pruner.model.targets import Target
 
 
 def measured(*, dead=0, backward=True, dtype=torch.float32):

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fwanda_pruner import load
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.load import load_model, quiet
+from fwanda_pruner.model import load
+from fwanda_pruner.model.load import load_model, quiet
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from families import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune
 
 import fwanda_pruner
 from fwanda_pruner import UserError
-from fwanda_pruner.load import load_model
+from fwanda_pruner.model.load import load_model
 
 
 @pytest.mark.parametrize("settings", RUNS, ids=run_name)

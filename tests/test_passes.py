@@ -13,12 +13,15 @@ from torch.nn.attention import SDPBackend
 from transformers import masking_utils
 
 import fwanda_pruner
-from fwanda_pruner import devices, head, packing, passes
-from fwanda_pruner.calibrate import calibrate, frozen
+from fwanda_pruner.engine import device as devices
+from fwanda_pruner.engine import loop as passes
+from fwanda_pruner.engine import losses as head
+from fwanda_pruner.engine import packing
+from fwanda_pruner.engine.loop import PassSettings
+from fwanda_pruner.engine.losses import backward_of_summed_loss, find_decoder
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.head import backward_of_summed_loss, find_decoder
-from fwanda_pruner.model import find_blocks, find_targets
-from fwanda_pruner.passes import PassSettings
+from fwanda_pruner.measure.statistics import calibrate, frozen
+from fwanda_pruner.model.targets import find_blocks, find_targets
 
 SAMPLES, LENGTH = 7, 24
 
@@ -76,7 +79,7 @@ def quick_compile(monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_equal_a_float64_restatement(name, monkeypatch):
-    monkeypatch.setattr("fwanda_pruner.head._LOGITS", 150_000 * 5)  # several slices of the head
+    monkeypatch.setattr("fwanda_pruner.engine.losses._LOGITS", 150_000 * 5)  # several slices of the head
     tokens = tiny.tokens(3, LENGTH)
     assert_close(measure(MODELS[name](), tokens), expected_sums(MODELS[name](), tokens), 3 * LENGTH)
 
@@ -230,7 +233,7 @@ def test_auto_does_not_compile_on_a_cpu():
 
 def test_the_head_keeps_what_the_model_does_after_its_decoder(monkeypatch):
     """Gemma 2 caps its logits, so the head is more than a matrix."""
-    monkeypatch.setattr("fwanda_pruner.head._LOGITS", 64 * 5)
+    monkeypatch.setattr("fwanda_pruner.engine.losses._LOGITS", 64 * 5)
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
 from fwanda_pruner.config import METHODS
-from fwanda_pruner.evaluate import audit
-from fwanda_pruner.model import find_targets
+from fwanda_pruner.evaluate.perplexity import audit
+from fwanda_pruner.model.targets import find_targets
 
 TOKENS = tiny.tokens(5, 24)
 ORDERS = ("onepass", "sequential")
@@ -351,13 +351,13 @@ def test_1_7_and_300_samples_all_work(method, nsamples):
 
 
 def test_deterministic_holds_during_the_run_and_not_after(monkeypatch):
-    seen, plain = [], fwanda_pruner.pipeline.prune_targets
+    seen, plain = [], fwanda_pruner.run.pipeline.prune_targets
 
     def look(job):
         seen.append(torch.are_deterministic_algorithms_enabled())
         return plain(job)
 
-    monkeypatch.setattr("fwanda_pruner.pipeline.prune_targets", look)
+    monkeypatch.setattr("fwanda_pruner.run.pipeline.prune_targets", look)
     fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), deterministic=True, progress=False)
     fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), progress=False)
     assert seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
@@ -367,6 +367,6 @@ def test_an_operation_without_a_deterministic_form_is_one_line(monkeypatch):
     def refuse(_job):
         raise RuntimeError("put_ does not have a deterministic implementation,\nbut you set ...")
 
-    monkeypatch.setattr("fwanda_pruner.pipeline.prune_targets", refuse)
+    monkeypatch.setattr("fwanda_pruner.run.pipeline.prune_targets", refuse)
     with pytest.raises(UserError, match="^--deterministic: put_ does not have"):
         fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), deterministic=True, progress=False)

@@ -25,10 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fwanda_kernels as fk
 import fwanda_pruner
-from fwanda_pruner import UserError, cli, data, stream
-from fwanda_pruner.load import load_model
-from fwanda_pruner.model import find_targets
-from fwanda_pruner.resume import RunState
+from fwanda_pruner import UserError, cli
+from fwanda_pruner.engine import walk as stream
+from fwanda_pruner.model.load import load_model
+from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.run.state import RunState
+from fwanda_pruner.text import windows as data
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = tiny.tokens(5, 24)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.report import MatrixRow, Report, summary, table, versions
+from fwanda_pruner.report.record import MatrixRow, Report, summary, table, versions
 
 PROTOCOL = {"seqlen": 64, "windows": 3, "tokens_sha256": "ab" * 32, "bos": True, "tokenizer": "tiny"}
 

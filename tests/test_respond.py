@@ -10,12 +10,13 @@ import tiny
 import torch
 
 import fwanda_pruner
-from fwanda_pruner import PruneConfig, respond
-from fwanda_pruner.budgets import Factors, global_factors, keep_total
-from fwanda_pruner.calibrate import Statistics, calibrate
-from fwanda_pruner.masks import kept_as_bits, masks_of
-from fwanda_pruner.model import find_targets
-from fwanda_pruner.passes import PassFacts, PassSettings
+from fwanda_pruner import PruneConfig
+from fwanda_pruner.allocate import response as respond
+from fwanda_pruner.allocate.budgets import Factors, global_factors, keep_total
+from fwanda_pruner.allocate.masks import kept_as_bits, masks_of
+from fwanda_pruner.engine.loop import PassFacts, PassSettings
+from fwanda_pruner.measure.statistics import Statistics, calibrate
+from fwanda_pruner.model.targets import find_targets
 
 TOKENS, HELD_OUT = tiny.tokens(12, 16), tiny.tokens(4, 16, seed=9)
 CONFIG = PruneConfig(method="fwanda", allocation="response", sparsity="0.6").resolved()

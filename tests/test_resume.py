@@ -12,10 +12,13 @@ import pytest
 import tiny
 import torch
 
-from fwanda_pruner import cli, passes, pipeline, resume
+from fwanda_pruner import cli
+from fwanda_pruner.engine import loop as passes
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.resume import RunState
-from fwanda_pruner.texts import Texts
+from fwanda_pruner.run import pipeline
+from fwanda_pruner.run import state as resume
+from fwanda_pruner.run.state import RunState
+from fwanda_pruner.run.texts import Texts
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fwanda_pruner import save
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.report import MatrixRow, Report
-from fwanda_pruner.save import atomic_file, check_output, save_pruned
+from fwanda_pruner.formats import dense as save
+from fwanda_pruner.formats.dense import atomic_file, check_output, save_pruned
+from fwanda_pruner.report.record import MatrixRow, Report
 
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj")
 

@@ -7,9 +7,9 @@ import torch
 
 import fwanda_kernels as fk
 import fwanda_pruner
-from fwanda_pruner import stream
-from fwanda_pruner.model import find_targets
-from fwanda_pruner.stream import BlockStream
+from fwanda_pruner.engine import walk as stream
+from fwanda_pruner.engine.walk import BlockStream
+from fwanda_pruner.model.targets import find_targets
 
 TOKENS = tiny.tokens(5, 24)
 GROUPS = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]

@@ -10,9 +10,12 @@ import torch
 import yaml
 
 import fwanda_pruner
-from fwanda_pruner import cli, pipeline, sweep, sweep_report
+from fwanda_pruner import cli
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.sweep import RECIPES, Recipe
+from fwanda_pruner.run import pipeline
+from fwanda_pruner.sweep import run as sweep
+from fwanda_pruner.sweep import tables as sweep_report
+from fwanda_pruner.sweep.run import RECIPES, Recipe
 
 CELLS = [
     {"method": ["wanda", "magnitude"], "sparsity": [0.5, 0.6]},

@@ -12,11 +12,11 @@ import tiny
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from fwanda_pruner import tasks
 from fwanda_pruner.cli import main
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.sweep_report import evaluation
-from fwanda_pruner.tasks import ZEROSHOT, evaluate_tasks
+from fwanda_pruner.evaluate import tasks
+from fwanda_pruner.evaluate.tasks import ZEROSHOT, evaluate_tasks
+from fwanda_pruner.sweep.tables import evaluation
 
 HUB = Path(__file__).resolve().parents[2] / "shared" / "data" / "hub"
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")

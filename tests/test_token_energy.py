@@ -8,9 +8,9 @@ import torch
 import fwanda_kernels as fk
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
-from fwanda_pruner.model import find_targets
-from fwanda_pruner.passes import PassSettings
-from fwanda_pruner.token_energy import token_energies, token_weights
+from fwanda_pruner.engine.loop import PassSettings
+from fwanda_pruner.measure.token_weights import token_energies, token_weights
+from fwanda_pruner.model.targets import find_targets
 
 TOKENS = tiny.tokens(6, 16)
 RUN = {"pattern": "2:4", "calibration": TOKENS, "progress": False}

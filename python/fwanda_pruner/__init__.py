@@ -4,18 +4,18 @@ import importlib
 
 # loaded on first use: the command line answers --help and mistakes without importing torch
 _HOMES = {
-    "MatrixRow": "report",
+    "MatrixRow": "report.record",
     "PruneConfig": "config",
-    "Report": "report",
-    "RunState": "resume",
-    "Statistics": "calibrate",
+    "Report": "report.record",
+    "RunState": "run.state",
+    "Statistics": "measure.statistics",
     "UserError": "errors",
-    "collect": "pipeline",
-    "evaluate_model": "pipeline",
-    "evaluate_tasks": "tasks",
-    "load_model": "load",
-    "prune": "pipeline",
-    "save_pruned": "save",
+    "collect": "run.pipeline",
+    "evaluate_model": "run.pipeline",
+    "evaluate_tasks": "evaluate.tasks",
+    "load_model": "model.load",
+    "prune": "run.pipeline",
+    "save_pruned": "formats.dense",
 }
 __all__ = sorted(_HOMES)
 

@@ -156,7 +156,7 @@ def _load(args: argparse.Namespace, config: PruneConfig):
     """The model and tokenizer of a command."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    from .load import load_model
+    from .model.load import load_model
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
     return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
@@ -171,7 +171,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
 
 
 def _recipes() -> list[str]:
-    return sorted(path.stem for path in (Path(__file__).parent / "recipes").glob("*.yaml"))
+    return sorted(path.stem for path in (Path(__file__).parent / "sweep" / "recipes").glob("*.yaml"))
 
 
 def _add_settings(parser: argparse.ArgumentParser, names: list[str]) -> None:
@@ -209,10 +209,11 @@ def _prune(args: argparse.Namespace) -> None:
         raise UserError("--output DIR is required (or --dry-run)")
     if config.eval is None and (config.eval_windows or config.eval_seqlen):
         raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
-    from . import pipeline, report
-    from .calibrate import Statistics
-    from .resume import RunState
-    from .save import check_output, model_bytes, save_pruned, verify_finished
+    from .formats.dense import check_output, model_bytes, save_pruned, verify_finished
+    from .measure.statistics import Statistics
+    from .report import record as report
+    from .run import pipeline
+    from .run.state import RunState
 
     if args.resume and args.output and Path(args.output, report.FILE_NAME).is_file() and not args.overwrite:
         verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
@@ -244,7 +245,7 @@ def _prune(args: argparse.Namespace) -> None:
 
 def _check_text(*, calibration: str | None = None, eval: str | None = None) -> None:
     """Local text files are looked at before the model is loaded."""
-    from .data import load_documents
+    from .text.windows import load_documents
 
     for purpose, source in (("calibration", calibration), ("eval", eval)):
         if source and Path(source).suffix.lower() in (".txt", ".jsonl", ".parquet"):
@@ -252,8 +253,10 @@ def _check_text(*, calibration: str | None = None, eval: str | None = None) -> N
 
 
 def _print_plan(model, config: PruneConfig) -> None:
-    from . import budgets, methods, pipeline
-    from .model import find_blocks
+    from .allocate import budgets
+    from .methods import prune as methods
+    from .model.targets import find_blocks
+    from .run import pipeline
 
     targets, skipped = pipeline.plan(model, config)
     fixed = config.allocation in ("layer", "uniform", "row") or config.nm
@@ -278,8 +281,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if output.suffix != ".safetensors" or not os.access(output.parent, os.W_OK) or output.is_dir():
         raise UserError(f"--output must be a .safetensors file in an existing, writable folder, got {args.output}")
-    from . import pipeline
-    from .calibrate import Statistics
+    from .measure.statistics import Statistics
+    from .run import pipeline
 
     if output.exists():
         Statistics.load(output)  # never replace another kind of file
@@ -295,7 +298,7 @@ def _eval(args: argparse.Namespace) -> None:
     config, names = _config(args), [name.strip() for name in args.tasks.split(",")]
     tasks, settings = [name for name in names if name != "ppl"], _task_settings(args)
     if tasks:
-        from .tasks import check_tasks, evaluate_tasks
+        from .evaluate.tasks import check_tasks, evaluate_tasks
 
         check_tasks(tasks, **settings)
     elif settings:
@@ -305,8 +308,8 @@ def _eval(args: argparse.Namespace) -> None:
     elif config.eval is not None:
         raise UserError(f"--eval is the text of ppl, got --tasks {args.tasks}; add ppl or leave --eval out")
     _check_text(eval=config.eval)
-    from . import pipeline
-    from .report import FILE_NAME, Report
+    from .report.record import FILE_NAME, Report
+    from .run import pipeline
 
     if config.bos == "auto" and Path(args.model, FILE_NAME).is_file():
         bos = Report.load(args.model).bos  # decided on the dense model, when this one was pruned
@@ -325,8 +328,9 @@ def _task_settings(args: argparse.Namespace) -> dict:
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    from . import sweep, sweep_report
-    from .tasks import check_tasks
+    from .evaluate.tasks import check_tasks
+    from .sweep import run as sweep
+    from .sweep import tables as sweep_report
 
     sweep_report.check_installed()
     given = {f.name: getattr(args, f.name) for f in fields(PruneConfig) if hasattr(args, f.name)}
@@ -349,7 +353,7 @@ def _sweep(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from .report import Report, table
+    from .report.record import Report, table
 
     reports = {path: Report.load(path) for path in args.reports}
     print(table([(f"{path} ({report.config.get('model')})", report) for path, report in reports.items()]))

@@ -8,14 +8,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from . import data, evaluate
 from .config import PruneConfig
 from .errors import UserError
-from .load import load_model
-from .pipeline import collect, prune
-from .report import FILE_NAME
-from .save import check_output, save_pruned
-from .texts import protocol
+from .evaluate import perplexity as evaluate
+from .formats.dense import check_output, save_pruned
+from .model.load import load_model
+from .report.record import FILE_NAME
+from .run.pipeline import collect, prune
+from .run.texts import protocol
+from .text import windows as data
 
 _RUNS = (("wanda", "uniform"), ("fwanda", "row"), ("fwanda", "global"), ("sparsegpt", "uniform"))
 _SPARSITY = "0.5"

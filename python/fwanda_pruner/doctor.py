@@ -8,9 +8,9 @@ import torch
 
 from fwanda_kernels.__main__ import describe as describe_kernels
 
-from .energy import EnergyMeter
 from .errors import UserError
-from .report import versions
+from .report.record import versions
+from .run.energy import EnergyMeter
 
 _OPTIONAL = {
     "gguf": "reading GGUF files",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fwanda_kernels as fk
 
-from ..budgets import floored_omega
+from ..allocate.budgets import floored_omega
 from ..errors import UserError
 
 _NO_GRADIENT = "has no output gradient: run backward() on the SUM of the losses while collecting"

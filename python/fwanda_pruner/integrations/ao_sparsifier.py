@@ -29,7 +29,7 @@ from torch import nn
 
 import fwanda_kernels as fk
 
-from ..budgets import keep_total
+from ..allocate.budgets import keep_total
 from ..errors import UserError
 from . import check_linear, check_version
 from ._budgets import check_gradient, checked_mask, exact_fraction, measured_norm, row_budgets

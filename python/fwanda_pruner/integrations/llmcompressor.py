@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
-from ..budgets import keep_budgets
-from ..calibrate import Statistics, calibrate, unseen_layer
+from ..allocate.budgets import keep_budgets
 from ..config import RESPONSES, PruneConfig
+from ..engine.loop import PassSettings
 from ..errors import UserError
-from ..model import Target, check_model
-from ..passes import PassSettings
+from ..measure.statistics import Statistics, calibrate, unseen_layer
+from ..model.targets import Target, check_model
 from . import check_linear, check_version, kept_of
 from ._budgets import refuse_bad
 

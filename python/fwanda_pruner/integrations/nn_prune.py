@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 
 import fwanda_kernels as fk
 
-from ..budgets import global_budgets, keep_total
+from ..allocate.budgets import global_budgets, keep_total
 from ..config import PruneConfig
 from ..errors import UserError
 from . import check_linear, check_version

@@ -1,0 +1,1 @@
+"""How many weights each row keeps: budgets, masks and the search for the best."""

@@ -1,0 +1,1 @@
+"""How text goes through a model: one window loop, losses, memory, compilation."""

@@ -1,0 +1,1 @@
+"""Perplexity and the tasks of lm-eval."""

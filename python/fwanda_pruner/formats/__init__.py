@@ -1,0 +1,1 @@
+"""Model folders on disk: write, load, count zeros, verify."""

@@ -1,0 +1,1 @@
+"""What is summed up while text goes through a model."""

@@ -1,0 +1,1 @@
+"""Pruning methods: one loop over the blocks, by score or by Optimal Brain Surgeon."""

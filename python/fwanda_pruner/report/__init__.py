@@ -1,0 +1,1 @@
+"""The record of a run, and texts made from records alone."""

@@ -1,0 +1,1 @@
+"""One run: its stages in order, timed and resumable."""

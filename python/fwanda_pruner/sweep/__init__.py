@@ -1,0 +1,1 @@
+"""Many settings on one model."""
