@@ -1,4 +1,4 @@
-"""PruneConfig: every setting of a run, as a frozen dataclass that YAML, JSON and the command line share."""
+"""PruneConfig: every setting of a run. YAML and JSON files, the command line and Python share it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from .errors import UserError, one_line
 
 @dataclass(frozen=True)
 class Method:
-    """What the stages need to know of a method.
+    """Properties of a pruning method.
 
     Attributes:
-        allocations: the budgets it accepts; the first is its default.
+        allocations: the allocations that the method accepts; the first is its default.
         order: its default order.
-        scores_inputs: ranks by |W| * norm of the input columns, so it needs x2.
-        updates_weights: sweeps with a Hessian, so it reads the calibration text block by block.
-        weighs_rows: multiplies its errors by omega^p, so it needs omega under any allocation; under a pattern, where
-            that cancels, it weighs tokens instead.
+        scores_inputs: it ranks weights by |W| times the norm of their input column, so it needs x2.
+        updates_weights: it prunes with a Hessian and updates the weights that stay, so it reads the calibration text
+            block by block.
+        weighs_rows: it multiplies the error of each row by omega^p, so it needs omega under every allocation. Under a
+            pattern, where that factor cancels, it weighs tokens instead.
     """
 
     allocations: tuple[str, ...]
@@ -34,13 +35,23 @@ class Method:
 METHODS = {
     "magnitude": Method(("layer",), "onepass"),
     "wanda": Method(("uniform",), "onepass", scores_inputs=True),
-    "fwanda": Method(("row", "uniform", "global", "response", "auto"), "onepass", scores_inputs=True),
+    "fwanda": Method(("global", "row", "uniform", "response", "auto"), "onepass", scores_inputs=True),
     "sparsegpt": Method(("uniform",), "sequential", updates_weights=True),
     "fsparsegpt": Method(
         ("uniform", "row", "global", "response", "auto"), "sequential", updates_weights=True, weighs_rows=True
     ),
 }
-RESPONSES = ("response", "auto")  # allocations measured on the pruned model
+GROUPS = {  # of settings, with their headings in --help
+    "method": "what is pruned, and how",
+    "fisher": "Fisher information",
+    "text": "calibration text",
+    "bos": "beginning of a window",
+    "eval": "evaluation text",
+    "place": "device and dtype",
+    "passes": "how text runs through the model; time and memory change, results do not (beyond rounding)",
+    "run": "what else a run measures",
+}
+RESPONSES = ("response", "auto")  # allocations that run text through the pruned model
 FISHER_ALLOCATIONS = ("row", "global", *RESPONSES)
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
@@ -48,7 +59,7 @@ TEXT_NUMBERS = ("nsamples", "seqlen", "seed")
 PASS_SETTINGS = ("micro_batch", "compile", "checkpointing", "max_memory", "deterministic")
 LARGEST_EXPONENT = 4
 LARGEST_GROUP = 1024
-_DEEPEST = 8  # of the lists and mappings in a file of settings
+_DEEPEST = 8  # nesting of lists and mappings in a file of settings
 _RANGES = {
     "nsamples": (1, 1_000_000),
     "seqlen": (2, 10_000_000),
@@ -58,87 +69,143 @@ _RANGES = {
 }
 
 
-def _setting(default, help: str, choices: tuple | None = None, type: type = str):
-    return field(default=default, metadata={"help": help, "choices": choices, "type": type})
+def _setting(group: str, default, help: str, choices: tuple | None = None, type: type = str):
+    return field(default=default, metadata={"group": group, "help": help, "choices": choices, "type": type})
 
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """What to prune, how, and on which text. Settings that depend on others are None until resolved() fills them.
+    """What to prune, how, and on which text.
+
+    A setting whose default depends on other settings is None until resolved() fills it in. The metadata of each field
+    hold its group (a key of GROUPS), its help text, its choices and its type.
 
     Raises:
         UserError: a value is not allowed, or two settings contradict each other.
     """
 
-    method: str = _setting("fwanda", "pruning method", tuple(METHODS))
+    method: str = _setting("method", "fwanda", "pruning method", tuple(METHODS))
     allocation: str | None = _setting(
+        "method",
         None,
-        "how the keep budget is divided; response: as the loss of the pruned model answers, auto: what does best on "
-        "held-out calibration text (default: fwanda row, magnitude layer, others uniform)",
+        "how many weights each matrix and row keeps. row: the published rule of F-Wanda; global: one threshold over "
+        "the whole model; response: global, corrected by measuring the pruned model; auto: the best of these on held-out "
+        "calibration text (default: global for fwanda, layer for magnitude, uniform for the others)",
         ("layer", "uniform", "row", "global", "response", "auto"),
     )
     sparsity: str | None = _setting(
-        None, "fraction of the weights removed, an exact decimal in [0, 1) (default 0.5, or what the pattern implies)"
+        "method",
+        None,
+        "fraction of the weights to remove, an exact decimal in [0, 1) (default: 0.5, or what the pattern implies)",
     )
-    pattern: str | None = _setting(None, "n:m, keep n of every m consecutive weights of a row, e.g. 2:4")
+    pattern: str | None = _setting(
+        "method", None, "n:m keeps n of every m consecutive weights of a row, for example 2:4"
+    )
     nm_tail: str = _setting(
-        "error", "columns left over by the pattern: refuse, or leave them dense", ("error", "dense")
+        "method",
+        "error",
+        "what to do when the pattern does not divide the columns: refuse, or leave the last columns dense",
+        ("error", "dense"),
     )
     power: float = _setting(
+        "method",
         0.5,
-        "exponent p of omega^p, for row allocation and F-SparseGPT's weights of rows (not with response), or of tokens "
-        "under a pattern",
+        "exponent p of omega^p: for the row allocation, and for the rows that F-SparseGPT weighs (under a pattern, the "
+        "tokens); the response allocation does not use it",
         type=float,
     )
-    row_exponent: float = _setting(0.75, "damping exponent b of the global allocation across rows", type=float)
-    layer_exponent: float = _setting(0.5, "damping exponent c of the global allocation across layers", type=float)
+    row_exponent: float = _setting(
+        "method", 0.75, "exponent b of the global allocation; below 1 it damps differences between rows", type=float
+    )
+    layer_exponent: float = _setting(
+        "method", 0.5, "exponent c of the global allocation; below 1 it damps differences between layers", type=float
+    )
     order: str | None = _setting(
+        "method",
         None,
-        "onepass: statistics of the dense model; sequential: of the pruned blocks below; true-sequential: also of the "
-        "pruned matrices before it in its block (default: sequential for sparsegpt and fsparsegpt, else onepass)",
+        "which model the statistics come from. onepass: the dense model; sequential: each block sees the outputs of "
+        "the pruned blocks before it; true-sequential: each matrix also sees those pruned before it in its block (default: "
+        "sequential for sparsegpt and fsparsegpt, onepass for the others)",
         ("onepass", "sequential", "true-sequential"),
     )
-    include: tuple[str, ...] = _setting((), "prune only matrices whose name matches GLOB; repeatable", type=list)
-    exclude: tuple[str, ...] = _setting((), "leave matrices dense whose name matches GLOB; repeatable", type=list)
+    include: tuple[str, ...] = _setting(
+        "method", (), "prune only the matrices whose names match GLOB; may be repeated", type=list
+    )
+    exclude: tuple[str, ...] = _setting(
+        "method", (), "leave the matrices whose names match GLOB dense; may be repeated", type=list
+    )
     fisher: str | None = _setting(
+        "fisher",
         None,
-        "Fisher information: empirical, from the labels of the text; true, from labels drawn from the model's own "
-        "predictions; mean, the squared mean gradient, for comparison (default: empirical, or as in the statistics)",
+        "how Fisher information is measured. empirical: with the tokens of the text as labels; true: with labels drawn "
+        "from the predictions of the model; mean: the squared mean gradient, for comparison (default: empirical, or "
+        "what the statistics hold)",
         ("empirical", "true", "mean"),
     )
     calibration: str = _setting(
-        "sample", "text: a .txt, .jsonl or .parquet file, c4, wikitext2, sample, or a dataset name"
+        "text",
+        "sample",
+        "calibration text: a .txt, .jsonl or .parquet file, c4, wikitext2, sample, or the name of a data set",
     )
-    nsamples: int = _setting(128, "number of calibration sequences", type=int)
-    seqlen: int = _setting(2048, "tokens in a calibration sequence", type=int)
-    seed: int = _setting(0, "seed of the choice of calibration sequences, and of the labels of --fisher true", type=int)
+    nsamples: int = _setting("text", 128, "number of calibration windows", type=int)
+    seqlen: int = _setting("text", 2048, "tokens in a calibration window", type=int)
+    seed: int = _setting(
+        "text", 0, "seed that selects the calibration windows, and the labels of --fisher true", type=int
+    )
     bos: str = _setting(
+        "bos",
         "auto",
-        "start windows with BOS: whichever gives the lower dense loss, never, or each window",
+        "whether each window starts with the BOS token. auto: if that lowers the loss of the dense model; none: never; "
+        "window: always",
         ("auto", "none", "window"),
     )
     eval: str | None = _setting(
+        "eval",
         None,
-        "text for perplexity: a file, wikitext2, sample, or a dataset name (default: none; eval: wikitext2)",
+        "text for perplexity: a file, wikitext2, sample, or the name of a data set (default: none; in `fwanda eval`: "
+        "wikitext2)",
     )
-    eval_seqlen: int | None = _setting(None, "tokens in an evaluation window (default: seqlen, 2048)", type=int)
-    eval_windows: int | None = _setting(None, "evaluate the first N windows only (default: all)", type=int)
-    device: str = _setting("auto", "cpu, cuda, cuda:N, or auto: cuda where there is one")
-    dtype: str | None = _setting(None, "compute and write in this dtype (default: as stored; GGUF: float32)", DTYPES)
+    eval_seqlen: int | None = _setting(
+        "eval", None, "tokens in an evaluation window (default: the same as --seqlen, 2048)", type=int
+    )
+    eval_windows: int | None = _setting("eval", None, "evaluate only the first N windows (default: all)", type=int)
+    device: str = _setting("place", "auto", "cpu, cuda, cuda:N, or auto: cuda if there is a GPU, else cpu")
+    dtype: str | None = _setting(
+        "place", None, "dtype to compute and to write in (default: as the model is stored; GGUF: float32)", DTYPES
+    )
     micro_batch: str = _setting(
-        "auto", "calibration sequences in a pass; auto: as many as keep a GPU busy and fit its memory, 1 on a CPU"
+        "passes",
+        "auto",
+        "calibration windows in one pass. auto: on a GPU as many as keep it busy and fit its memory, on a CPU 1",
     )
     compile: str = _setting(
-        "auto", "torch.compile the blocks for calibration; auto: where that saves more time than it takes", SWITCH
+        "passes",
+        "auto",
+        "run torch.compile on the blocks for calibration. auto: if it saves more time than it takes",
+        SWITCH,
     )
     checkpointing: str = _setting(
-        "auto", "run each block twice instead of keeping its activations; auto: where memory is short", SWITCH
+        "passes",
+        "auto",
+        "compute the activations of each block a second time instead of storing them. auto: if memory runs out",
+        SWITCH,
     )
-    max_memory: str | None = _setting(None, "most memory that torch may take on a GPU, e.g. 16GiB (default: all)")
+    max_memory: str | None = _setting(
+        "passes", None, "GPU memory that torch may use at most, for example 16GiB (default: all)"
+    )
     deterministic: bool = _setting(
-        False, "the same bits in every run on a GPU too, where some kernels are slower for it", type=bool
+        "passes", False, "make every run on a GPU give the same bits; some kernels are slower then", type=bool
     )
-    no_check: bool = _setting(False, "skip the comparison with Wanda's masks on held-out calibration text", type=bool)
+    no_check: bool = _setting(
+        "run", False, "skip the comparison with Wanda's masks on held-out calibration text", type=bool
+    )
+    energy: str = _setting(
+        "run",
+        "gross",
+        "energy of the GPU. gross: read its energy counter, which takes no time; net: also measure the idle power first "
+        "(2 s) and sample the power at 10 Hz",
+        ("gross", "net"),
+    )
 
     def __post_init__(self):
         for name in ("sparsity", "micro_batch"):  # numbers in YAML
@@ -150,7 +217,7 @@ class PruneConfig:
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None and f.default is not None:
-                raise UserError(f"{_flag(f.name)} must have a value, got none")
+                raise UserError(f"{flag(f.name)} must have a value, got none")
             self._check_value(f.name, value, f.metadata)
         if self.allocation is not None and self.allocation not in self.facts.allocations:
             raise UserError(
@@ -165,34 +232,34 @@ class PruneConfig:
         self._check_memory()
 
     def _check_value(self, name: str, value, metadata) -> None:
-        """The type and range that a setting has on its own; None is left to resolved()."""
+        """Check the type and range of one setting; resolved() replaces None later."""
         choices, kind = metadata["choices"], metadata["type"]
         if value is None:
             return
         if choices and value not in choices:
-            raise UserError(f"{_flag(name)} must be one of {', '.join(choices)}, got {_show(value)}")
+            raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {_show(value)}")
         if kind is str and not isinstance(value, str):
             hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
-            raise UserError(f"{_flag(name)} must be text, got {_show(value)}{hint}")
+            raise UserError(f"{flag(name)} must be text, got {_show(value)}{hint}")
         if kind is str and "\0" in value:
-            raise UserError(f"{_flag(name)} holds a null character, got {_show(value)}")
+            raise UserError(f"{flag(name)} holds a null character, got {_show(value)}")
         if kind is list and not (isinstance(value, tuple) and all(isinstance(glob, str) for glob in value)):
-            raise UserError(f"{_flag(name)} must be a list of globs, got {_show(value)}")
+            raise UserError(f"{flag(name)} must be a list of globs, got {_show(value)}")
         if kind is bool and not isinstance(value, bool):
-            raise UserError(f"{_flag(name)} must be true or false, got {_show(value)}")
+            raise UserError(f"{flag(name)} must be true or false, got {_show(value)}")
         if kind is int:
             least, most = _RANGES[name]
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise UserError(f"{_flag(name)} must be an integer in [{least}, {most}], got {_show(value)}")
+                raise UserError(f"{flag(name)} must be an integer in [{least}, {most}], got {_show(value)}")
         if kind is float and not (
             isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_EXPONENT
         ):
-            raise UserError(f"{_flag(name)} must be a number in [0, {LARGEST_EXPONENT}], got {_show(value)}")
+            raise UserError(f"{flag(name)} must be a number in [0, {LARGEST_EXPONENT}], got {_show(value)}")
 
     def _check_sparsity(self) -> None:
         if self.sparsity is not None:
             try:
-                # a short text, so that the exact fraction stays small
+                # limits the length, so that the exact fraction stays small
                 valid = re.fullmatch(r"[-+\d./]{1,40}(e-?\d{1,3})?", self.sparsity) and 0 <= Fraction(self.sparsity) < 1
             except (ValueError, ZeroDivisionError):
                 valid = False
@@ -223,7 +290,7 @@ class PruneConfig:
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes of max_memory; None without it."""
+        """max_memory in bytes; None if it is not set."""
         match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])(i?)B", self.max_memory or "")
         if match is None:
             return None
@@ -236,42 +303,42 @@ class PruneConfig:
 
     @property
     def needs_fisher(self) -> bool:
-        """Whether omega decides anything; under a pattern all but a response cancels inside each group."""
+        """Whether omega changes the result. Under a pattern only a response does: other factors of rows cancel."""
         return self.responds or (self.nm is None and (self.facts.weighs_rows or self.allocation in FISHER_ALLOCATIONS))
 
     @property
     def responds(self) -> bool:
-        """Whether the pruned model is measured too; F-SparseGPT selects by its Hessian under a pattern."""
+        """Whether the allocation measures the pruned model; F-SparseGPT under a pattern uses its Hessian instead."""
         return self.allocation in RESPONSES and (self.nm is None or self.facts.scores_inputs)
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether tokens count by their gradients in Hessians: what omega is to rows, where those cancel."""
+        """Whether Hessians weigh each token by its gradient: under a pattern, where the weights of rows cancel."""
         return self.nm is not None and self.facts.weighs_rows
 
     @property
     def reads_statistics(self) -> bool:
-        """Whether statistics of the dense model decide anything: omega, or x2 unless it is measured block by block."""
+        """Whether the method needs statistics of the dense model: omega, or x2 unless blocks measure it in order."""
         return self.needs_fisher or (self.facts.scores_inputs and self.order == "onepass")
 
     @property
     def checks(self) -> bool:
-        """Whether the result is compared with Wanda's masks: where Fisher information made it another."""
+        """Whether to compare the result with Wanda's masks: if Fisher information makes it differ from them."""
         return self.needs_fisher and not (self.no_check or (self.method == "fwanda" and self.allocation == "uniform"))
 
     @property
     def runs_blocks(self) -> bool:
-        """Whether the blocks run one at a time on the calibration text, for Hessians or the inputs of pruned blocks."""
+        """Whether calibration text runs block by block, for Hessians or for the outputs of pruned blocks."""
         return self.facts.updates_weights or (self.facts.scores_inputs and self.order != "onepass")
 
     @property
     def needs_budgets(self) -> bool:
-        """Whether each row gets a count: not under a pattern, nor where a sweep selects over all rows."""
+        """Whether each row gets a budget: not under a pattern, nor if an OBS walk selects over all rows."""
         return self.nm is None and (self.allocation in FISHER_ALLOCATIONS or not self.facts.updates_weights)
 
     @property
     def nm(self) -> tuple[int, int] | None:
-        """(n, m) of the pattern: n kept of m; None when unstructured."""
+        """(n, m) of the pattern, which keeps n of m weights; None without a pattern."""
         if self.pattern is None:
             return None
         n, m = self.pattern.split(":")
@@ -279,14 +346,14 @@ class PruneConfig:
 
     @property
     def removed(self) -> Fraction:
-        """The exact fraction removed."""
+        """The exact fraction of the weights to remove."""
         if self.pattern is not None:
             n, m = self.nm
             return 1 - Fraction(n, m)
         return Fraction("0.5" if self.sparsity is None else self.sparsity)
 
     def resolved(self) -> PruneConfig:
-        """The same config with every default that depends on another setting filled in."""
+        """The same config, with each default filled in that depends on other settings."""
         return replace(
             self,
             allocation=self.allocation or self.facts.allocations[0],
@@ -297,12 +364,12 @@ class PruneConfig:
         )
 
     def to_dict(self) -> dict:
-        """Plain values, as written to fwanda.json and read by from_dict()."""
+        """The settings as JSON values, as fwanda.json holds them and from_dict() reads them."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict) -> PruneConfig:
-        """Build from plain values.
+        """Build a config from JSON values.
 
         Raises:
             UserError: a key is unknown or a value is not allowed.
@@ -324,7 +391,7 @@ class PruneConfig:
 
         try:
             text, depth = Path(path).read_text(encoding="utf-8"), 0
-            for event in yaml.parse(text, Loader=yaml.SafeLoader):  # which stays fast, however deep
+            for event in yaml.parse(text, Loader=yaml.SafeLoader):  # fast at any depth
                 depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
                 if depth > _DEEPEST:
                     raise ValueError("nested too deeply")
@@ -336,12 +403,27 @@ class PruneConfig:
         return cls.from_dict(values)
 
 
-def _flag(name: str) -> str:
+def settings_of(*groups: str) -> tuple[str, ...]:
+    """Names of the settings of some groups, in the order of the fields.
+
+    Args:
+        groups: keys of GROUPS.
+
+    Raises:
+        ValueError: a group does not exist.
+    """
+    if unknown := set(groups) - set(GROUPS):
+        raise ValueError(f"settings_of: groups must be among {', '.join(GROUPS)}, got {', '.join(sorted(unknown))}")
+    return tuple(f.name for f in fields(PruneConfig) if f.metadata["group"] in groups)
+
+
+def flag(name: str) -> str:
+    """The flag of a setting on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def _show(value) -> str:
-    """A short text of any value a file can hold: numbers of a million digits, lists that hold themselves."""
+    """A short text of any value that a file can hold, even a number of a million digits."""
     try:
         text = reprlib.repr(value) if not isinstance(value, (int, float)) else str(value)
     except ValueError:
@@ -350,6 +432,6 @@ def _show(value) -> str:
 
 
 def _decimal(value: Fraction) -> str:
-    """The exact decimal where there is one, else the fraction p/q."""
+    """value as an exact decimal if there is one, else as p/q."""
     short = f"{float(value):.15g}"
     return short if Fraction(short) == value else str(value)
