@@ -1,16 +1,12 @@
-"""Perplexity, the sanity checks around it, and the count of zeros in written files."""
+"""Perplexity, and the sanity checks around it."""
 
-import json
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -18,8 +14,6 @@ from ..errors import UserError
 
 # Positions whose logits are held in fp32 at once: 256 MB for a vocabulary of 262,144.
 _CHUNK = 256
-
-Piece = tuple[str, int | None]  # of a matrix in the files: a tensor, or the slice tensor[index]
 
 
 def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label: str = "perplexity") -> float:
@@ -104,61 +98,6 @@ def check_dense(perplexity: float, vocab_size: int) -> str | None:
         f"the dense model has perplexity {perplexity:.1f}, not far from guessing among {vocab_size} tokens: the "
         "checkpoint, its tokenizer or the text is probably wrong, and pruning results will mean little"
     )
-
-
-def audit(
-    folder: Path, names: Sequence[str], *, pieces: Mapping[str, Sequence[Piece]] | None = None
-) -> dict[str, tuple[int, int]]:
-    """Count the zeros of weights in the safetensors files of a saved model, single or sharded.
-
-    Args:
-        folder: a Hugging Face model folder.
-        names: of modules.
-        pieces: name -> the parts of a matrix that is stored otherwise than whole as name + ".weight".
-
-    Returns:
-        name -> (zeros, elements), in the order of `names`. -0.0 is a zero.
-
-    Raises:
-        UserError: a file is missing or unreadable, or a tensor is not in the files.
-    """
-    files, by_file = stored_tensors(Path(folder)), defaultdict(list)
-    for name in names:
-        for tensor, index in (pieces or {}).get(name, [(f"{name}.weight", None)]):
-            if tensor not in files:
-                raise UserError(f"{folder}: no tensor {tensor} in the saved files")
-            by_file[files[tensor]].append((name, tensor, index))
-    counts = {name: (0, 0) for name in names}
-    for file, held in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name, tensor, index in held:
-                    part = tensors.get_tensor(tensor) if index is None else tensors.get_slice(tensor)[index]
-                    zeros, size = counts[name]
-                    counts[name] = (zeros + part.numel() - int(torch.count_nonzero(part)), size + part.numel())
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file}: cannot be read: {error}") from error
-    return counts
-
-
-def stored_tensors(folder: Path) -> dict[str, Path]:
-    """Name -> file of the tensors of a saved model, single or sharded.
-
-    Raises:
-        UserError: the list is missing or unreadable.
-    """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    try:
-        if single.is_file():
-            with safe_open(single, framework="pt") as tensors:
-                files = dict.fromkeys(tensors.keys(), single.name)
-        elif index.is_file():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            raise UserError(f"{folder}: no {single.name} and no {index.name}: not a saved safetensors model")
-    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise UserError(f"{folder}: its list of tensors cannot be read: {error}") from error
-    return {name: folder / file for name, file in files.items()}
 
 
 def check_tokens(model: nn.Module, tokens: Tensor) -> None:

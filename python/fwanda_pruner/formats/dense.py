@@ -21,11 +21,11 @@ from transformers.utils import cached_file
 
 from ..config import TEXT_NUMBERS, PruneConfig
 from ..errors import UserError
-from ..evaluate.perplexity import Piece, audit, stored_tensors
 from ..model.load import quiet
 from ..model.targets import is_multimodal
 from ..report.card import model_card
 from ..report.record import FILE_NAME, MatrixRow, Report
+from .audit import Part, audit, stored_tensors
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_NAME = 200
@@ -280,14 +280,14 @@ def _check_zeros(model, folder: Path, report: Report) -> None:
             stacklevel=2,
         )
     rows = [row for row in rows if pieces.get(row.name) != []]
-    found = audit(folder, [row.name for row in rows], pieces=pieces)
+    found = audit(folder, [row.name for row in rows], parts=pieces)
     for row in rows:
         expected = (row.numel - row.asked + row.kept_zero, row.numel)
         if found[row.name] != expected:
             raise RuntimeError(f"{row.name}: (zeros, weights) in the file are {found[row.name]}, expected {expected}")
 
 
-def _pieces(model, rows: list[MatrixRow], folder: Path) -> dict[str, list[Piece]]:
+def _pieces(model, rows: list[MatrixRow], folder: Path) -> dict[str, list[Part]]:
     """Where the files hold the matrices that they do not hold by name; [] where that cannot be told.
 
     transformers may rename tensors and split fused experts on saving. What becomes of each is seen by saving small
@@ -302,7 +302,7 @@ def _pieces(model, rows: list[MatrixRow], folder: Path) -> dict[str, list[Piece]
         else:
             experts = len(model.get_parameter(row.tensor))
             tags.setdefault(row.tensor, torch.full((experts, 2, 2), -1))[row.index] = i
-    pieces: dict[str, list[Piece]] = {row.name: [] for row in sought.values()}
+    pieces: dict[str, list[Part]] = {row.name: [] for row in sought.values()}
     if not tags:
         return pieces
     with tempfile.TemporaryDirectory(dir=folder) as place, contextlib.suppress(IndexError, RuntimeError, ValueError):
@@ -313,7 +313,7 @@ def _pieces(model, rows: list[MatrixRow], folder: Path) -> dict[str, list[Piece]
             for index, part in slices:
                 numbers = part.unique().tolist()
                 if len(numbers) == 1 and numbers[0] in sought and name in files:
-                    pieces[sought[numbers[0]].name].append((name, index))
+                    pieces[sought[numbers[0]].name].append(Part(name, index))
     return pieces
 
 
