@@ -89,8 +89,8 @@ class PruneConfig:
         "method",
         None,
         "how many weights each matrix and row keeps. row: the published rule of F-Wanda; global: one threshold over "
-        "the whole model; response: global, corrected by measuring the pruned model; auto: the best of these on held-out "
-        "calibration text (default: global for fwanda, layer for magnitude, uniform for the others)",
+        "the whole model; response: global, corrected by measuring the pruned model; auto: the best of these on "
+        "held-out calibration text (default: global for fwanda, layer for magnitude, uniform for the others)",
         ("layer", "uniform", "row", "global", "response", "auto"),
     )
     sparsity: str | None = _setting(
@@ -124,8 +124,8 @@ class PruneConfig:
         "method",
         None,
         "which model the statistics come from. onepass: the dense model; sequential: each block sees the outputs of "
-        "the pruned blocks before it; true-sequential: each matrix also sees those pruned before it in its block (default: "
-        "sequential for sparsegpt and fsparsegpt, onepass for the others)",
+        "the pruned blocks before it; true-sequential: each matrix also sees those pruned before it in its block "
+        "(default: sequential for sparsegpt and fsparsegpt, onepass for the others)",
         ("onepass", "sequential", "true-sequential"),
     )
     include: tuple[str, ...] = _setting(
@@ -202,8 +202,8 @@ class PruneConfig:
     energy: str = _setting(
         "run",
         "gross",
-        "energy of the GPU. gross: read its energy counter, which takes no time; net: also measure the idle power first "
-        "(2 s) and sample the power at 10 Hz",
+        "energy of the GPU. gross: read its energy counter, which takes no time; net: also measure the idle power "
+        "first (2 s) and sample the power at 10 Hz",
         ("gross", "net"),
     )
 
