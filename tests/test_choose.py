@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import families
 import pytest
 import tiny
 import torch
@@ -40,9 +39,9 @@ def text(tmp_path):
 def test_a_tried_mask_has_the_loss_of_the_pruned_model(family, batch, monkeypatch):
     monkeypatch.setattr(masks, "_BATCH_TOKENS", batch)
     configs = choose.candidates(CONFIG)
-    found = losses_of(families.build(family), configs)
+    found = losses_of(tiny.build(family), configs)
     for name in ("uniform", "row", "global b=0.75 c=0.5"):
-        model = families.build(family)
+        model = tiny.build(family)
         fwanda_pruner.prune(model, config=configs[name], calibration=TOKENS, progress=False)
         assert found[name] == pytest.approx(math.log(evaluate.perplexity(model, HELD_OUT, progress=False)), rel=1e-5)
 

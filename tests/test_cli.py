@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import families
 import pytest
 import tiny
 import torch
@@ -74,7 +73,7 @@ def test_dry_run_lists_every_target_and_writes_nothing(folder, tmp_path, capsys)
 
 
 def test_dry_run_says_where_slices_of_experts_lie_and_what_share_is_covered(tmp_path, capsys):
-    families.build("gpt_oss").save_pretrained(tmp_path / "model")
+    tiny.build("gpt_oss").save_pretrained(tmp_path / "model")
     command = ["prune", str(tmp_path / "model"), "--method", "wanda", "--dry-run", "--device", "cpu"]
     assert main([*command, "--exclude", "*.0.self_attn.*", "--exclude", "*.q_proj"]) == 0
     out = capsys.readouterr().out

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_text import sentences, tiny_tokenizer
+from tiny import byte_tokenizer, sentences
 
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.text import windows as data
@@ -20,7 +20,7 @@ datasets = pytest.importorskip("datasets")
 
 @pytest.fixture
 def tokenizer():
-    return tiny_tokenizer()
+    return byte_tokenizer()
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_the_hash_is_that_of_little_endian_int64_rows_whatever_dtype_and_strides
 
 
 def test_a_tokenizer_with_a_length_limit_neither_truncates_nor_warns(tmp_path, caplog):
-    tokenizer = tiny_tokenizer()
+    tokenizer = byte_tokenizer()
     path = Path(tmp_path / "a.txt")
     path.write_text("".join(sentences(50)), encoding="utf-8")
     full = len(plain(tokenizer, [path.read_text()]))

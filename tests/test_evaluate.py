@@ -6,18 +6,21 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
-from helpers_text import tiny_llama
 from safetensors.torch import save_file
 
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.evaluate import perplexity as evaluate
-from fwanda_pruner.evaluate.perplexity import audit, check_dense, choose_bos, perplexity
+from fwanda_pruner.evaluate.perplexity import check_dense, choose_bos, perplexity
+from fwanda_pruner.formats.audit import audit
+
+SIZES = {"vocab_size": 300, "tie_word_embeddings": False}
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama()
+    return tiny.llama(**SIZES)
 
 
 def tokens_of(samples, length, seed=1):
@@ -41,7 +44,7 @@ def test_perplexity_is_exp_of_the_mean_loss_of_all_targets(model, monkeypatch, c
 
 
 def test_perplexity_of_a_bf16_model_computes_its_loss_in_fp32():
-    model = tiny_llama().bfloat16()
+    model = tiny.llama(**SIZES).bfloat16()
     for window in tokens_of(4, 2):
         expected = math.exp(losses(model, window))
         assert perplexity(model, window[None], progress=False) == pytest.approx(expected, rel=1e-5)
@@ -49,7 +52,7 @@ def test_perplexity_of_a_bf16_model_computes_its_loss_in_fp32():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_perplexity_evaluates_without_dropout_cache_or_gradients_and_puts_the_mode_back(training):
-    model = tiny_llama()
+    model = tiny.llama(**SIZES)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.9
     tokens = tokens_of(2, 12)
@@ -76,7 +79,7 @@ def test_perplexity_runs_one_window_at_a_time_and_shows_its_label_on_a_terminal(
 
 
 def test_perplexity_that_overflows_is_inf_and_of_nan_logits_nan():
-    model = tiny_llama()
+    model = tiny.llama(**SIZES)
     model.lm_head.weight.data *= 1e6
     assert perplexity(model, tokens_of(1, 8), progress=False) == math.inf
     model.lm_head.weight.data[3] = math.nan
@@ -122,7 +125,7 @@ def test_choose_bos_never_feeds_more_tokens_than_the_window_has(model):
 def test_choose_bos_is_no_without_a_bos_token_or_with_nan_losses(model):
     window = tokens_of(1, 8)[0]
     assert choose_bos(None, SimpleNamespace(bos_token_id=None), window) is False
-    broken = tiny_llama()
+    broken = tiny.llama(**SIZES)
     broken.lm_head.weight.data[0] = math.nan
     assert choose_bos(broken, SimpleNamespace(bos_token_id=0), window) is False
 
@@ -165,7 +168,7 @@ def test_audit_counts_zeros_over_shards(tmp_path):
 def test_audit_reads_what_save_pretrained_writes(tmp_path, model):
     model.save_pretrained(tmp_path)
     name = "model.layers.1.mlp.down_proj"
-    assert audit(tmp_path, [name]) == {name: (0, 32 * 64)}
+    assert audit(tmp_path, [name]) == {name: (0, 32 * 48)}
 
 
 def test_audit_names_what_is_missing_or_broken(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import EXPERTS, FUSED, RUNS, TEXT, build, check_counts, prune, run_name
+from tiny import EXPERTS, FUSED, RUNS, TEXT, build, check_counts, prune, run_name
 from torch import nn
 
 import fwanda_pruner

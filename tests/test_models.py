@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from families import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune, run_name
+from tiny import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune, run_name
 
 import fwanda_pruner
 from fwanda_pruner import UserError

@@ -3,7 +3,6 @@
 import threading
 from functools import partial
 
-import families
 import pytest
 import tiny
 import torch
@@ -28,7 +27,7 @@ SAMPLES, LENGTH = 7, 24
 
 MODELS = {
     "llama": tiny.llama,
-    "gpt2": partial(families.build, "gpt2"),
+    "gpt2": partial(tiny.build, "gpt2"),
     "vocabulary_150k": partial(tiny.llama, vocab_size=150_000),
 }
 

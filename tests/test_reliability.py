@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import families
 import pytest
 import tiny
 import torch
@@ -113,11 +112,11 @@ def test_an_attention_mask_that_is_none_or_no_tensor_gives_the_same_masks(attent
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("settings", families.RUNS, ids=families.run_name)
+@pytest.mark.parametrize("settings", tiny.RUNS, ids=tiny.run_name)
 def test_grouped_query_attention_breaks_no_shape(settings, kv_heads):
     model = tiny.llama(num_key_value_heads=kv_heads)
     report = prune(model, sparsity=0.5, **settings)
-    assert len(families.check_counts(model, report)) == 14
+    assert len(tiny.check_counts(model, report)) == 14
     assert model.model.layers[0].self_attn.k_proj.weight.shape == (8 * kv_heads, 32)
 
 
@@ -272,7 +271,7 @@ def test_a_hessian_that_is_not_positive_definite_is_damped_named_and_recorded(mo
     with pytest.warns(UserWarning, match=expected):
         report = prune(model, method="sparsegpt")
     assert expected in report.warnings and tried == 2 * [0.01, 0.1, 1.0]
-    families.check_counts(model, report)
+    tiny.check_counts(model, report)
 
 
 def test_a_hessian_that_no_damping_makes_positive_definite_is_refused_by_name(monkeypatch):
@@ -364,12 +363,12 @@ def test_padded_and_unpadded_batches_give_equal_statistics():
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "fwanda", "sparsegpt"])
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_logits_before_save_equal_logits_after_load(family, method, tmp_path):
-    model = families.build(family)
-    fwanda_pruner.save_pruned(model, None, families.prune(model, method=method), tmp_path / "out")
+    model = tiny.build(family)
+    fwanda_pruner.save_pruned(model, None, tiny.prune(model, method=method), tmp_path / "out")
     loaded = load_model(str(tmp_path / "out"), device="cpu").model
-    found, expected = loaded(families.TEXT).logits, model(families.TEXT).logits
+    found, expected = loaded(tiny.TEXT).logits, model(tiny.TEXT).logits
     assert torch.equal(found, expected) and found.isfinite().all()
 
 

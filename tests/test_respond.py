@@ -4,7 +4,6 @@ import copy
 import math
 from dataclasses import replace
 
-import families
 import pytest
 import tiny
 import torch
@@ -24,7 +23,7 @@ CONFIG = PruneConfig(method="fwanda", allocation="response", sparsity="0.6").res
 
 def prepared(family: str = "mistral"):
     """A model, its targets and statistics, and factors in which columns differ too."""
-    model = families.build(family)
+    model = tiny.build(family)
     targets = find_targets(model)[0]
     statistics = calibrate(model, TOKENS, targets, progress=False)
     start = global_factors(CONFIG, targets, statistics)
@@ -216,7 +215,7 @@ def test_compile_on_is_said_to_be_without_effect():
 
 
 def test_columns_left_over_by_a_pattern_stay():
-    model = families.build("mistral")
+    model = tiny.build("mistral")
     target = find_targets(model)[0][0]
     rows, cols = target.weight.shape
     target.module.weight = torch.nn.Parameter(torch.randn(rows, cols - 2), requires_grad=False)
@@ -245,7 +244,7 @@ def test_the_best_round_on_held_out_text_is_taken(monkeypatch):
 @pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
 @pytest.mark.parametrize("family", ["mistral", "gpt2", "mixtral"])
 def test_counts_are_exact(family, method):
-    model = families.build(family)
+    model = tiny.build(family)
     report = fwanda_pruner.prune(
         model,
         config=PruneConfig(method=method, allocation="response", sparsity="0.6"),
@@ -272,7 +271,7 @@ def test_under_a_pattern_the_columns_decide():
 
 @pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
 def test_the_mask_of_a_run_is_that_of_its_factors(method):
-    model, (dense, targets, statistics, _) = families.build("mistral"), prepared()
+    model, (dense, targets, statistics, _) = tiny.build("mistral"), prepared()
     config = replace(CONFIG, method=method)
     report = fwanda_pruner.prune(model, config=config, calibration=TOKENS, statistics=statistics, progress=False)
     assert report.omega_floored_rows is None  # the factors are not omega

@@ -1,6 +1,5 @@
 """Blocks run one at a time: orders, groups of one input, batches, and where the hidden states are kept."""
 
-import families
 import pytest
 import tiny
 import torch
@@ -99,7 +98,7 @@ def test_a_module_that_is_not_called_is_a_group_of_its_own():
 def test_batches_change_nothing(family, micro_batch):
     """Five windows, so that a batch is left over; BLOOM's blocks take an argument with an entry for each window."""
     one, other = (
-        weights(prune(families.build(family), "wanda", order="sequential", micro_batch=size))
+        weights(prune(tiny.build(family), "wanda", order="sequential", micro_batch=size))
         for size in ("1", micro_batch)
     )
     for name, weight in one.items():

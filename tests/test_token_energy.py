@@ -1,6 +1,5 @@
 """F-SparseGPT under a pattern: tokens weighed by their gradients."""
 
-import families
 import pytest
 import tiny
 import torch
@@ -36,9 +35,9 @@ def expected_energies(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("settings", [PassSettings(1), PassSettings(4), PassSettings(2, checkpointing="on")], ids=str)
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_energies_equal_those_of_retained_gradients(family, settings):
-    model = families.build(family)
+    model = tiny.build(family)
     energies, facts = token_energies(model, TOKENS, find_targets(model)[0], settings=settings, progress=False)
-    expected = expected_energies(families.build(family))
+    expected = expected_energies(tiny.build(family))
     assert energies.keys() == expected.keys() and facts.micro_batch == settings.micro_batch
     for name, energy in expected.items():
         torch.testing.assert_close(energies[name], energy, rtol=1e-4, atol=1e-9)
@@ -69,7 +68,7 @@ def test_the_run_is_that_of_the_restatement():
 
 
 def test_experts_have_no_energies_even_where_all_see_each_token():
-    model = families.build("mixtral")
+    model = tiny.build("mixtral")
     model.config.num_experts_per_tok = model.config.num_local_experts
     for module in model.modules():
         if hasattr(module, "top_k"):
