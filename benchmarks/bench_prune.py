@@ -42,7 +42,7 @@ from fwanda_pruner import PruneConfig
 from fwanda_pruner.config import DTYPES, METHODS
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.model.targets import find_targets
-from fwanda_pruner.run.energy import EnergyMeter, idle_power
+from fwanda_pruner.run.energy import EnergyMeter
 
 PAPER_REPEATS = 5
 ROOF_SECONDS = {"cuda": 2.0, "cpu": 0.2}
@@ -239,7 +239,7 @@ class Bench:
                 synchronize(self.device)
             seconds[name] = time.perf_counter() - start
 
-        with EnergyMeter(self.device, idle=idle_power(self.device)) as meter:
+        with EnergyMeter(self.device, protocol="net") as meter:
             prune_naive.prune(model, self.tokens, self.config.method, float(self.config.removed), phase)
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
         return self.measured(seconds, peak, meter.to_dict())

@@ -55,6 +55,7 @@ RESPONSES = ("response", "auto")  # allocations that run text through the pruned
 FISHER_ALLOCATIONS = ("row", "global", *RESPONSES)
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
+ENERGY_PROTOCOLS = ("gross", "net")
 TEXT_NUMBERS = ("nsamples", "seqlen", "seed")
 PASS_SETTINGS = ("micro_batch", "compile", "checkpointing", "max_memory", "deterministic")
 LARGEST_EXPONENT = 4
@@ -204,7 +205,7 @@ class PruneConfig:
         "gross",
         "energy of the GPU. gross: read its energy counter, which takes no time; net: also measure the idle power "
         "first (2 s) and sample the power at 10 Hz",
-        ("gross", "net"),
+        ENERGY_PROTOCOLS,
     )
 
     def __post_init__(self):

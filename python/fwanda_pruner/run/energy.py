@@ -1,4 +1,9 @@
-"""Energy of a stretch of work on GPUs: the hardware counter, and power.draw at 10 Hz beside it."""
+"""Energy that GPUs use for some work, read from NVML.
+
+Two protocols. "gross" reads the energy counter of each GPU at the ends of the work and of its phases, which costs no
+time. "net" also measures the idle power first, samples the power (power.draw) at 10 Hz as the F-Wanda paper does, and
+keeps reading for a second after the work.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +18,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..config import ENERGY_PROTOCOLS
 from ..errors import one_line
 
 SAMPLE_SECONDS = 0.1  # 10 Hz
-SHORTEST = 2.0  # seconds; the counters resolve no shorter window
-COMPARED = 5.0  # seconds; from here on the two methods should agree
+IDLE_SECONDS = 2.0  # how long to watch the idle power
+SHORTEST = 2.0  # seconds; counters do not resolve shorter work
+COMPARED = 5.0  # seconds; over longer work counter and samples should agree
 AGREEMENT = 5.0  # percent
-# After the work: a counter publishes late, and power.draw is an average over about the last second.
-SETTLE = 1.0
+SETTLE = 1.0  # seconds after the work: counters publish late, and power.draw averages over about the last second
 
 
 def trapezoid(seconds: Sequence[float], watts: Sequence[float]) -> float:
-    """Joules under a power trace, linear between its samples; 0 for fewer than two.
+    """Integrates a power trace that is linear between its samples.
 
     Args:
         seconds: times, ascending.
-        watts: the power at each.
+        watts: the power at each of these times.
+
+    Returns:
+        Joules; 0 for fewer than two samples.
 
     Raises:
         ValueError: the lengths differ.
@@ -41,15 +50,15 @@ def trapezoid(seconds: Sequence[float], watts: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of one window, summed over the GPUs that torch sees.
+    """Energy of some work, summed over the GPUs that torch sees. "Gross" includes the idle power, "net" does not.
 
     Attributes:
-        seconds: length of the window.
-        counter_joules: gross, by the total-energy counters; None where a GPU has none.
-        sampled_joules: gross, power.draw at 10 Hz integrated by trapezoids; None where it cannot be read.
-        idle_watts: before the work, the model loaded; None if it was not measured.
+        seconds: length of the work.
+        counter_joules: gross, from the energy counters; None if a GPU has none.
+        sampled_joules: gross, from power.draw at 10 Hz by the trapezoid rule; None if it was not sampled.
+        idle_watts: the power before the work, with the model loaded; None if it was not measured.
         limit_watts: sum of the power limits; None if unknown.
-        gpus: UUID -> gross joules, by the counter where there is one.
+        gpus: UUID -> gross joules of each GPU, from its counter if it has one.
     """
 
     seconds: float
@@ -61,36 +70,36 @@ class Energy:
 
     @property
     def gross_joules(self) -> float:
-        """By the counter, or by samples where there is none."""
+        """From the counters, or from samples if there is no counter."""
         return self.sampled_joules if self.counter_joules is None else self.counter_joules
 
     @property
     def net_joules(self) -> float | None:
-        """Gross without the idle power over the window; None without an idle power."""
+        """gross_joules less the idle power times the seconds; None without an idle power."""
         return None if self.idle_watts is None else self.gross_joules - self.idle_watts * self.seconds
 
     @property
     def sampled_net_joules(self) -> float | None:
-        """The paper's figure: the sampled trace without the idle power."""
+        """The paper's figure: sampled_joules less the idle power times the seconds; None if either is missing."""
         if self.idle_watts is None or self.sampled_joules is None:
             return None
         return self.sampled_joules - self.idle_watts * self.seconds
 
     @property
     def mean_watts(self) -> float:
-        """Gross mean power."""
+        """Mean gross power."""
         return self.gross_joules / self.seconds
 
     @property
     def difference_percent(self) -> float | None:
-        """How far the sampled energy lies above the counter's; None without both."""
+        """How much more the samples give than the counters, in percent; None unless both are there."""
         if not self.counter_joules or self.sampled_joules is None:
             return None
         return 100 * (self.sampled_joules / self.counter_joules - 1)
 
     @property
     def flag(self) -> str | None:
-        """Why the figure cannot be trusted; None if nothing speaks against it."""
+        """Why not to trust the figure; None if nothing speaks against it."""
         watts, idle, limit = self.mean_watts, self.idle_watts, self.limit_watts
         if idle is not None and watts < 0.9 * idle:
             return f"a mean power of {watts:.0f} W is below 0.9 of the idle power, {idle:.0f} W"
@@ -102,19 +111,19 @@ class Energy:
         return None
 
     def to_dict(self) -> dict:
-        """The fields and what follows from them, as JSON values."""
+        """The fields and the figures that follow from them, as JSON values."""
         derived = ("gross_joules", "net_joules", "sampled_net_joules", "mean_watts", "difference_percent", "flag")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 class Timer:
-    """Real time, and a thread for what is done every so often. Tests put their own in its place."""
+    """A clock, and a thread that repeats a call. Tests pass a clock of their own instead."""
 
     now = staticmethod(time.monotonic)
     sleep = staticmethod(time.sleep)
 
     def every(self, seconds: float, call: Callable[[], None]) -> Callable[[], None]:
-        """Call repeatedly in a thread, until the returned function is called."""
+        """Repeat a call in a thread. Returns a function that ends it."""
         stop = threading.Event()
 
         def run() -> None:
@@ -132,19 +141,18 @@ class Timer:
 
 
 class _Reading(NamedTuple):
-    """All GPUs at one time, in their order. watts: None unless all have power.draw; joules: None between the ends of
-    phases, and unless all have a counter."""
+    """One reading of all GPUs, in their order."""
 
     seconds: float
-    watts: list[float] | None
-    joules: list[float] | None
+    watts: list[float] | None  # None if the power was not read
+    joules: list[float] | None  # None if the counters were not read
 
 
 class _Gpus:
     """The GPUs that torch sees, through NVML.
 
     Raises:
-        Exception: there is no NVML, or a GPU has neither a counter nor power.draw.
+        Exception: there is no NVML, or the GPUs have neither of the two sources.
     """
 
     def __init__(self):
@@ -155,11 +163,12 @@ class _Gpus:
         try:
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
             self.handles = {uuid: pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids}
-            self.has_counter = self._error(pynvml.nvmlDeviceGetTotalEnergyConsumption) is None
-            error = self._error(pynvml.nvmlDeviceGetPowerUsage)
-            self.has_power = error is None
+            self.counter_error = self._error(pynvml.nvmlDeviceGetTotalEnergyConsumption)
+            self.has_counter = self.counter_error is None
+            power_error = self._error(pynvml.nvmlDeviceGetPowerUsage)
+            self.has_power = power_error is None
             if not (self.has_counter or self.has_power):
-                raise error
+                raise power_error
         except BaseException:
             self.close()
             raise
@@ -174,8 +183,8 @@ class _Gpus:
     def _all(self, function) -> list[float]:
         return [function(handle) / 1000 for handle in self.handles.values()]
 
-    def read(self, seconds: float, *, counter: bool) -> _Reading:
-        watts = self._all(self._nvml.nvmlDeviceGetPowerUsage) if self.has_power else None
+    def read(self, seconds: float, *, power: bool, counter: bool) -> _Reading:
+        watts = self._all(self._nvml.nvmlDeviceGetPowerUsage) if self.has_power and power else None
         joules = self._all(self._nvml.nvmlDeviceGetTotalEnergyConsumption) if self.has_counter and counter else None
         return _Reading(seconds, watts, joules)
 
@@ -190,28 +199,37 @@ class _Gpus:
 
 
 class EnergyMeter:
-    """Context manager that measures the energy of its block on all visible CUDA GPUs.
+    """Context manager that measures the energy of its block on all GPUs that torch sees.
 
-    Never raises: where energy cannot be measured, the reason is the result. An estimate is never given. A window that
-    is long enough keeps the meter a second longer, so that what counters and averages publish late is counted; the
-    power of that second is taken off again, and it is no part of the window.
+    It never raises: if energy cannot be measured, the reason is the result. It never estimates.
+
+    "gross" reads the counters at the ends of the block and of each phase, and nothing else. "net" first measures the
+    idle power for 2 s and samples power.draw at 10 Hz during the block. If the block took at least 2 s, it goes on
+    reading for one second, so that it sees what counters and averages publish late; the power of that second is
+    subtracted again.
 
     Args:
-        device: where the work runs; waited for at both ends of the block and of each phase. On a device other than
-            CUDA nothing is measured.
-        idle: watts before the work, from idle_power(); None if not measured, then there are no net joules.
+        device: where the work runs. The meter waits for it at both ends of the block and of each phase. It measures
+            nothing on a device other than CUDA.
+        protocol: "gross" or "net".
         timer: the clock.
 
     Attributes:
-        energy: Energy, or "not measured: <why>", or "not resolved: <why>" under 2 s; final once the block is left.
-        phases: the same for each name given to phase(), by the counter alone where there is one. The ends are exact to
-            about a tenth of a second of power.
+        energy: Energy, or "not measured: <why>", or "not resolved: <why>" under 2 s; final after the block.
+        phases: the same for each name given to phase(), from the counters alone if there are any. The ends are exact
+            to about a tenth of a second of power.
+
+    Raises:
+        ValueError: there is no such protocol.
     """
 
-    def __init__(self, device: str | torch.device, *, idle: float | None = None, timer: Timer | None = None):
+    def __init__(self, device: str | torch.device, protocol: str = "gross", *, timer: Timer | None = None):
+        if protocol not in ENERGY_PROTOCOLS:
+            raise ValueError(f"EnergyMeter: protocol must be one of {', '.join(ENERGY_PROTOCOLS)}, got {protocol!r}")
         self.energy: Energy | str = "not measured: the measurement has not ended"
         self.phases: dict[str, Energy | str] = {}
-        self._device, self._idle, self._timer = torch.device(device), idle, timer or Timer()
+        self._device, self._net, self._timer = torch.device(device), protocol == "net", timer or Timer()
+        self._idle: float | None = None
         self._gpus: _Gpus | None = None
         self._stop: Callable[[], None] = lambda: None
         self._failure: str | None = None
@@ -221,22 +239,28 @@ class EnergyMeter:
 
     @property
     def result(self) -> float | str:
-        """Gross joules, or why there are none."""
+        """Gross joules, or the reason that there are none."""
         return self.energy if isinstance(self.energy, str) else self.energy.gross_joules
 
     def to_dict(self) -> dict:
-        """{"total": ..., "phases": {name: ...}}: each the dict of an Energy, or the reason there is none."""
-        phases = {name: _plain(energy) for name, energy in self.phases.items()}
-        return {"total": _plain(self.energy), "phases": phases}
+        """{"total": ..., "phases": {name: ...}}: each is the dict of an Energy, or the reason that there is none."""
+        phases = {name: _json_value(energy) for name, energy in self.phases.items()}
+        return {"total": _json_value(self.energy), "phases": phases}
 
     def __enter__(self) -> EnergyMeter:
         if self._device.type != "cuda":
             self._failure = f"not measured: the device is {self._device.type}"
             return self
+        if self._net:
+            self._idle = idle_power(self._device, timer=self._timer)
         try:
             self._gpus = _Gpus()
+            if not (self._net or self._gpus.has_counter):
+                why = one_line(self._gpus.counter_error)
+                self._failure = f"not measured: no energy counter ({why}); --energy net samples the power instead"
+                return self
             self._mark()
-            if self._gpus.has_power:
+            if self._samples:
                 self._stop = self._timer.every(SAMPLE_SECONDS, self._sample)
         except ImportError:
             self._failure = "not measured: no NVML (pip install nvidia-ml-py)"
@@ -246,8 +270,7 @@ class EnergyMeter:
 
     def __exit__(self, kind: object, *_: object) -> None:
         end, rest = self._mark(), 0.0
-        measured = self._failure is None and self._gpus.has_power and self._length(0, end) >= SHORTEST
-        if measured and kind is None:
+        if self._failure is None and self._samples and kind is None and self._length(0, end) >= SHORTEST:
             self._timer.sleep(SETTLE)
             tail = self._mark()
             rest, end = self._length(end, tail), tail
@@ -266,8 +289,12 @@ class EnergyMeter:
         finally:
             self._spans.setdefault(name, []).append((start, self._mark()))
 
+    @property
+    def _samples(self) -> bool:
+        return self._net and self._gpus.has_power
+
     def _mark(self) -> int:
-        """Read once the device has finished; returns the reading's place in the trace."""
+        """Wait for the device, then read. Returns the place of the reading in the trace."""
         if self._gpus is not None and self._failure is None:
             try:
                 torch.cuda.synchronize(self._device)
@@ -279,7 +306,7 @@ class EnergyMeter:
         with self._lock:
             if self._gpus is not None and self._failure is None:
                 try:
-                    self._trace.append(self._gpus.read(self._timer.now(), counter=counter))
+                    self._trace.append(self._gpus.read(self._timer.now(), power=self._net, counter=counter))
                 except Exception as error:
                     self._fail(error)
             return len(self._trace) - 1
@@ -291,9 +318,10 @@ class EnergyMeter:
         return self._trace[end].seconds - self._trace[start].seconds
 
     def _measured(self, spans: list[tuple[int, int]], rest: float = 0.0, compare: bool = False) -> Energy | str:
-        """Energy over spans of the trace, the last `rest` seconds taken off at the power of the last reading.
+        """Energy over spans of the trace, less the last `rest` seconds at the power of the last reading.
 
-        Samples stand beside the counter only to compare: inside the work they lag by up to a second.
+        With `compare`, samples are integrated although there is a counter. Phases do without: inside the work, samples
+        lag by up to a second.
         """
         if self._failure is not None:
             return self._failure
@@ -305,7 +333,7 @@ class EnergyMeter:
             off = rest * self._trace[-1].watts[gpu] if rest else 0.0
             if self._gpus.has_counter:
                 counter.append(sum(self._trace[j].joules[gpu] - self._trace[i].joules[gpu] for i, j in spans) - off)
-            if self._gpus.has_power and (compare or not counter):
+            if self._samples and (compare or not counter):
                 sampled.append(sum(self._sampled(gpu, *span) for span in spans) - off)
         return Energy(
             seconds=seconds,
@@ -321,11 +349,13 @@ class EnergyMeter:
         return trapezoid([r.seconds for r in readings], [r.watts[gpu] for r in readings])
 
 
-def idle_power(device: str | torch.device, seconds: float = 2.0, *, timer: Timer | None = None) -> float | None:
-    """Mean watts of all visible GPUs at rest; None where they cannot be measured. Never raises.
+def idle_power(
+    device: str | torch.device, seconds: float = IDLE_SECONDS, *, timer: Timer | None = None
+) -> float | None:
+    """Mean watts at rest of all GPUs that torch sees; None if they cannot be measured. Never raises.
 
-    Call it just before the work, with the model loaded. Only the second half of the time is measured: power.draw may be
-    an average that still holds what ran before.
+    Call it just before the work, with the model loaded. It measures the second half of the time alone: power.draw may
+    be an average that still contains earlier work.
 
     Args:
         device: waited for first.
@@ -339,22 +369,22 @@ def idle_power(device: str | torch.device, seconds: float = 2.0, *, timer: Timer
         gpus = _Gpus()
         torch.cuda.synchronize(device)
         timer.sleep(seconds / 2)
-        readings = [gpus.read(timer.now(), counter=not gpus.has_power)]
+        readings = [gpus.read(timer.now(), power=True, counter=not gpus.has_power)]
         while readings[-1].seconds - readings[0].seconds < seconds / 2:
             timer.sleep(SAMPLE_SECONDS)
-            readings.append(gpus.read(timer.now(), counter=not gpus.has_power))
+            readings.append(gpus.read(timer.now(), power=True, counter=not gpus.has_power))
         times = [r.seconds for r in readings]
         if gpus.has_power:
             joules = trapezoid(times, [sum(r.watts) for r in readings])
         else:
             joules = sum(readings[-1].joules) - sum(readings[0].joules)
         return joules / (times[-1] - times[0])
-    except Exception:  # the meter of the work says why
+    except Exception:  # the meter of the work reports the reason
         return None
     finally:
         if gpus is not None:
             gpus.close()
 
 
-def _plain(energy: Energy | str) -> dict | str:
+def _json_value(energy: Energy | str) -> dict | str:
     return energy if isinstance(energy, str) else energy.to_dict()

@@ -26,7 +26,7 @@ from ..model.experts import run_split
 from ..model.targets import Skipped, Target, check_model, find_blocks, find_targets, select_targets
 from ..report.record import MatrixRow, Report, versions
 from ..text import windows as data
-from .energy import EnergyMeter, idle_power
+from .energy import EnergyMeter
 from .stage import Stages
 from .state import RunState
 from .texts import Texts, protocol, with_sources
@@ -179,7 +179,7 @@ class _Run:
             note = evaluate.check_dense(dense, self.model.config.get_text_config().vocab_size)
             if note:
                 warnings.warn(note, stacklevel=2)
-        with EnergyMeter(self.device, idle=idle_power(self.device)) as energy, self._split_experts():
+        with EnergyMeter(self.device, protocol=self.config.energy) as energy, self._split_experts():
             self.stages.meter = energy
             statistics, budgets = self._statistics(), None
             config = self._settled(statistics)
