@@ -9,7 +9,7 @@ from datasets import Dataset
 from llmcompressor import oneshot
 
 import fwanda_pruner.integrations.llmcompressor  # noqa: F401  registers FWandaModifier
-from fwanda_pruner.text.windows import load_documents
+from fwanda_pruner.text.sources import load_documents
 
 RECIPE = """
 pruning_stage:

@@ -12,8 +12,8 @@ import torch
 from tiny import byte_tokenizer, sentences
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.text import windows as data
-from fwanda_pruner.text.windows import calibration_tokens, evaluation_tokens, load_documents, tokens_sha256
+from fwanda_pruner.text.sources import load_documents
+from fwanda_pruner.text.windows import calibration_tokens, evaluation_tokens, tokens_sha256
 
 datasets = pytest.importorskip("datasets")
 
@@ -32,14 +32,15 @@ def jsonl(tmp_path):
 
 @pytest.fixture
 def loader(monkeypatch):
-    """Stands in for datasets.load_dataset: splits by name, calls recorded."""
+    """Takes the place of datasets.load_dataset: serves splits by name and records its calls."""
     calls, splits = [], {}
 
     def load_dataset(path, split, **options):
         calls.append((path, split, options))
         if split not in splits:
             raise ValueError(f'Unknown split "{split}".\nShould be one of {list(splits)}.')
-        return datasets.Dataset.from_dict(splits[split])
+        rows = splits[split]
+        return datasets.Dataset.from_dict(rows) if isinstance(rows, dict) else rows
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     load_dataset.calls, load_dataset.splits = calls, splits
@@ -278,31 +279,52 @@ def test_evaluation_windows_are_consecutive_and_the_tail_is_dropped(tmp_path, to
     assert torch.equal(with_bos[:, 1:], tokens) and (with_bos[:, 0] == 0).all()
 
 
-def test_the_first_windows_are_kept_and_no_more_text_is_tokenised_than_they_need(jsonl, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "_PIECE", 100)
-    whole = evaluation_tokens(jsonl, tokenizer, seqlen=8, bos=False)
-    encode, seen = data._encode, []
-    monkeypatch.setattr(data, "_encode", lambda tok, texts: seen.extend(texts) or encode(tok, texts))
-    assert torch.equal(evaluation_tokens(jsonl, tokenizer, seqlen=8, bos=False, windows=3), whole[:3])
-    assert 0 < len(seen) < 10
-    assert torch.equal(evaluation_tokens(jsonl, tokenizer, seqlen=8, bos=False, windows=10**6), whole)
+class Characters:
+    """A tokenizer with one token a character, which remembers the texts of each call."""
+
+    bos_token_id = 0
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, texts, **_settings):
+        self.calls.append(texts)
+        return {"input_ids": [[ord(character) for character in text] for text in texts]}
+
+    @property
+    def texts(self):
+        return [text for call in self.calls for text in call]
 
 
-def test_a_long_document_is_tokenised_in_bounded_pieces_with_nothing_lost(tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "_WHOLE", 1000)
-    monkeypatch.setattr(data, "_PIECE", 500)
-    lines, solid = "".join(sentences(100)), "x" * 1201
-    pieces = list(data._pieces([lines, "short", "", solid]))
-    assert "".join(pieces) == lines + "short" + solid
-    assert max(map(len, pieces)) <= 500
-    cut = pieces[: pieces.index("short")]
-    assert len(cut) > 5 and all(piece.endswith("\n") for piece in cut)
-    assert data._token_stream([lines], tokenizer).tolist() == plain(tokenizer, [lines])
+def test_the_first_windows_are_kept_and_no_more_text_is_tokenised_than_they_need(tmp_path):
+    path, rows = tmp_path / "text.jsonl", sentences(10_000)
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    whole, some = Characters(), Characters()
+    tokens = evaluation_tokens(str(path), whole, seqlen=8, bos=False)
+    assert whole.texts == rows and tokens.flatten().tolist() == list(map(ord, "".join(rows)))[: tokens.numel()]
+    assert torch.equal(evaluation_tokens(str(path), some, seqlen=8, bos=False, windows=3), tokens[:3])
+    assert 0 < len(some.texts) < len(rows) / 4
+    assert torch.equal(evaluation_tokens(str(path), some, seqlen=8, bos=False, windows=10**6), tokens)
 
 
-def test_documents_are_passed_over_once(tokenizer):
-    once = iter(sentences(10))
-    assert data._token_stream(once, tokenizer).tolist() == plain(tokenizer, sentences(10))
+@pytest.mark.parametrize("line", [b"a line of text with nothing to say\n", b"x"], ids=["lines", "one word"])
+def test_a_long_document_is_tokenised_in_bounded_pieces_with_nothing_lost(tmp_path, line):
+    path, tokenizer = tmp_path / "a.txt", Characters()
+    path.write_bytes(line * (2_100_000 // len(line)))
+    tokens = evaluation_tokens(str(path), tokenizer, seqlen=path.stat().st_size, bos=False)
+    assert bytes(tokens[0].to(torch.uint8).tolist()) == path.read_bytes()
+    assert max(sum(map(len, call)) for call in tokenizer.calls) < 0.1 * path.stat().st_size
+    assert line == b"x" or all(text.endswith("\n") for text in tokenizer.texts)
+
+
+def test_each_document_of_a_dataset_is_read_once(loader, tokenizer):
+    rows, read = sentences(10), []
+    column = datasets.Dataset.from_dict({"text": rows}).with_transform(
+        lambda batch: read.extend(batch["text"]) or batch
+    )
+    loader.splits.update(train=column)
+    tokens = calibrate("some/set", tokenizer, nsamples=1, seqlen=len(plain(tokenizer, rows)))
+    assert tokens.flatten().tolist() == plain(tokenizer, rows) and read == rows
 
 
 # Token tensors, numbers, hashes

@@ -245,7 +245,7 @@ def _prune(args: argparse.Namespace) -> None:
 
 def _check_text(*, calibration: str | None = None, eval: str | None = None) -> None:
     """Local text files are looked at before the model is loaded."""
-    from .text.windows import load_documents
+    from .text.sources import load_documents
 
     for purpose, source in (("calibration", calibration), ("eval", eval)):
         if source and Path(source).suffix.lower() in (".txt", ".jsonl", ".parquet"):

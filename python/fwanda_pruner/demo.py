@@ -16,7 +16,8 @@ from .model.load import load_model
 from .report.record import FILE_NAME
 from .run.pipeline import collect, prune
 from .run.texts import protocol
-from .text import windows as data
+from .text.sources import SAMPLE
+from .text.windows import evaluation_tokens
 
 _RUNS = (("wanda", "uniform"), ("fwanda", "row"), ("fwanda", "global"), ("sparsegpt", "uniform"))
 _SPARSITY = "0.5"
@@ -43,7 +44,7 @@ def run(output: Path, *, quick: bool = False) -> None:
     start = time.perf_counter()
     statistics = collect(model, tokenizer, config=config)
     calibration_seconds = time.perf_counter() - start
-    held_out = data.evaluation_tokens(data.SAMPLE, tokenizer, seqlen=seqlen, bos=statistics.bos, windows=windows)
+    held_out = evaluation_tokens(SAMPLE, tokenizer, seqlen=seqlen, bos=statistics.bos, windows=windows)
     dense = evaluate.perplexity(model, held_out, label="dense perplexity")
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     rows, best = [], None
@@ -56,7 +57,7 @@ def run(output: Path, *, quick: bool = False) -> None:
             report = prune(model, tokenizer, config=settings, statistics=None if method == "sparsegpt" else statistics)
             seconds = time.perf_counter() - start + (0 if method == "sparsegpt" else calibration_seconds)
             pruned = evaluate.perplexity(model, held_out, label=f"{method} {allocation} perplexity")
-            report.config |= {"eval": data.SAMPLE, "eval_windows": windows}
+            report.config |= {"eval": SAMPLE, "eval_windows": windows}
             if method != "sparsegpt":
                 report.seconds = {"calibrate": round(calibration_seconds, 3), **report.seconds}
             report.perplexity = {"dense": dense, "pruned": pruned, **protocol(held_out, statistics.bos, tokenizer)}

@@ -15,6 +15,7 @@ from ..evaluate import perplexity as evaluate
 from ..measure.statistics import Statistics
 from ..model.targets import check_length
 from ..text import windows as data
+from ..text.sources import file_sha256
 from .stage import Stages
 from .state import RunState
 
@@ -88,7 +89,7 @@ class Texts:
         """What tells these texts from others."""
         sources = {"calibration_sha256": self.calibration, "eval_sha256": self.eval}
         return {
-            name: data.tokens_sha256(text) if isinstance(text, Tensor) else data.file_sha256(text)
+            name: data.tokens_sha256(text) if isinstance(text, Tensor) else file_sha256(text)
             for name, text in sources.items()
         }
 

@@ -25,7 +25,7 @@ from ..measure.statistics import Statistics, fingerprint
 from ..model.targets import Target, find_targets
 from ..run.pipeline import collect, evaluate_model, prune
 from ..run.state import RunState
-from ..text import windows as data
+from ..text.sources import file_sha256
 
 RECIPES = Path(__file__).parent / "recipes"
 _CELLS = "cells"
@@ -164,7 +164,7 @@ def run(
         (output / _CELLS).mkdir(parents=True, exist_ok=True)
     targets = find_targets(model)[0]
     names = {name for config in recipe.cells for name in (config.calibration, config.eval)}
-    sources = _Sources(fingerprint(targets), {name: data.file_sha256(name) for name in names})
+    sources = _Sources(fingerprint(targets), {name: file_sha256(name) for name in names})
     dense = {target.name: target.weight.to("cpu", copy=True) for target in targets}
     cells: dict[PruneConfig, dict] = {}
     choices: dict[PruneConfig, tuple] = {}

@@ -1,1 +1,5 @@
-"""Text as token windows."""
+"""Text for calibration and evaluation.
+
+`sources` turns the name of a text into documents; a new source is an entry in its dict `NAMED`. `windows` tokenises the
+documents and cuts them into windows of equal length.
+"""

@@ -1,103 +1,50 @@
-"""Text into token windows [S, L] int64, and their sha256.
-
-A source is a local file (.txt, .jsonl, .parquet), `sample` (needs no network and no file), `wikitext2`, `c4`, any other
-name or folder that the `datasets` package loads, or a tensor of token ids.
-"""
+"""From documents to token windows [S, L]: S windows of L tokens each, int64."""
 
 import hashlib
-import json
-import os
 import random
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError, one_line
+from ..errors import UserError
+from .sources import NAMED, load_documents
 
-SAMPLE = "sample"
-Purpose = Literal["calibration", "eval"]
-
-# Characters. A tokenizer takes some hundred bytes for each: a document over _WHOLE (WikiText-2 has 1.3 M) is tokenised
-# in pieces, cut behind a line break, which may change one token at the seam.
+# Characters. A tokenizer needs some hundred bytes of memory for each. A document longer than _WHOLE (WikiText-2 has
+# 1.3 million) is therefore tokenised in pieces that end at a line break, which may change one token at each seam.
 _WHOLE = 2_000_000
 _PIECE = 200_000
 _FEW_SAMPLES = 16
-_HELD_OUT_EVERY = 4
-_OTHER_SOURCES = f"give a .txt, .jsonl or .parquet file, or '{SAMPLE}'"
-
-
-def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
-    """Read the documents of a text source, in file order.
-
-    Args:
-        source: PATH.txt (one document, as it stands), PATH.jsonl (field "text" of every line), PATH.parquet (column
-            "text"), "sample" (the documentation that comes with Python, every fourth topic held out for evaluation),
-            "wikitext2" (rows of the train split; for evaluation those of the test split joined with a blank line), "c4"
-            (first shard, calibration only), or what else `datasets` loads with a column "text" (train split; for
-            evaluation test, else validation).
-        purpose: "calibration" or "eval".
-
-    Returns:
-        The documents; those of a `datasets` source stay on disk and are read as they are asked for.
-
-    Raises:
-        UserError: the source is missing, unreadable, of an unknown kind or without text. A bad line or row is named.
-    """
-    if source == SAMPLE:
-        return _sample(purpose)
-    if source == "c4":
-        if purpose == "eval":
-            raise UserError("c4 is a calibration source only: evaluate on wikitext2, a local file or 'sample'")
-        shard = {"train": "en/c4-train.00000-of-01024.json.gz"}
-        return _dataset("allenai/c4", ["train"], data_files=shard)
-    if source == "wikitext2":
-        split = "train" if purpose == "calibration" else "test"
-        rows = _dataset("Salesforce/wikitext", [split], name="wikitext-2-raw-v1")
-        return rows if purpose == "calibration" else ["\n\n".join(rows)]
-    if not source:
-        raise UserError(f"the name of the text is empty: {_OTHER_SOURCES}")
-    path = Path(source)
-    try:
-        exists, is_file = path.exists(), path.is_file()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source[:80]}...: cannot be looked up: {one_line(error, 60)}") from error
-    if path.suffix.lower() in _READERS or is_file:
-        return _read_file(path)
-    if (path.is_absolute() or source.startswith(".")) and not exists:
-        raise UserError(f"{source}: no such file: {_OTHER_SOURCES}")
-    return _dataset(source, ["train"] if purpose == "calibration" else ["test", "validation"])
 
 
 def calibration_tokens(
     source: str | Tensor, tokenizer: Any, *, nsamples: int, seqlen: int, seed: int, bos: bool
 ) -> Tensor:
-    """Draw calibration windows.
+    """Draw calibration windows from a text.
 
-    Documents are tokenised in file order without special tokens, concatenated and cut into windows, of which `nsamples`
-    are drawn without replacement. If there are fewer, all are taken from random offsets instead, with a warning. "c4"
-    takes, per sample, a random window of a random document longer than the window, with the draws of the Wanda release.
-    The global random states are left alone.
+    Documents are tokenised in file order without special tokens, joined and cut into windows. `nsamples` of these are
+    drawn without replacement. If there are fewer, all windows are drawn from random offsets instead, with a warning.
+    "c4" is drawn as the Wanda release does it, with the same random numbers: each window is a random part of a random
+    document that is longer than the window. The global random states do not change.
 
     Args:
-        source: as for `load_documents`, or integer token ids [S, seqlen], which are used as they stand (all S rows, no
-            BOS added).
-        tokenizer: a Hugging Face tokenizer; None will do for a tensor.
-        nsamples: windows to draw, at least 1; under 16 warns.
-        seqlen: tokens per window, BOS included, at least 2.
+        source: the name of a text, see `load_documents`. Or integer token ids [S, seqlen], which are returned as int64
+            without a change: all S rows, and no BOS added.
+        tokenizer: a Hugging Face tokenizer. May be None if source is a tensor.
+        nsamples: windows to draw, at least 1; fewer than 16 give a warning.
+        seqlen: tokens in a window, BOS included, at least 2.
         seed: of the draw.
-        bos: every window is BOS and then seqlen - 1 tokens of text.
+        bos: whether each window is BOS and then seqlen - 1 tokens of text.
 
     Returns:
         [nsamples, seqlen] int64 on the CPU.
 
     Raises:
-        UserError: a bad number or tensor, a source that cannot be read, a tokenizer without BOS, less text than one
-            window.
+        UserError: a number or tensor is out of range, the source cannot be read or is shorter than one window, or the
+            tokenizer has no BOS token.
     """
     _require_at_least(1, nsamples=nsamples)
     _require_at_least(2, seqlen=seqlen)
@@ -109,54 +56,56 @@ def calibration_tokens(
     length = seqlen - len(prefix)
     documents = load_documents(source, purpose="calibration")
     _warn_if_few(nsamples)
-    if source == "c4":
-        return _with_prefix(prefix, _windows_of_documents(documents, tokenizer, nsamples, length, seed))
+    if _window_per_document(source):
+        return _with_prefix(prefix, _draw_from_documents(source, documents, tokenizer, nsamples, length, seed))
     stream = _token_stream(documents, tokenizer)
     _require_one_window(source, stream, length)
-    return _with_prefix(prefix, _draw_windows(stream, nsamples, length, seed))
+    return _with_prefix(prefix, _draw_from_stream(stream, nsamples, length, seed))
 
 
 def held_out_tokens(
     source: str, tokenizer: Any, *, nsamples: int, seqlen: int, seed: int, bos: bool, windows: int
 ) -> Tensor | None:
-    """Windows of the calibration text that calibration_tokens() with the same arguments does not draw.
+    """Draw windows of the calibration text that `calibration_tokens` does not draw with the same arguments.
 
     Args:
-        source, tokenizer, nsamples, seqlen, seed, bos: as for `calibration_tokens`.
-        windows: how many at most.
+        source, tokenizer, nsamples, seqlen, seed, bos: as for `calibration_tokens`; source is the name of a text.
+        windows: draw at most this many.
 
     Returns:
-        [windows or fewer, seqlen] int64 on the CPU; None where calibration reads the whole text.
+        [windows or fewer, seqlen] int64 on the CPU. None if calibration uses every window of the text.
 
     Raises:
         UserError: as for `calibration_tokens`.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of the calibration were shown
+        warnings.simplefilter("ignore")  # calibration_tokens() has shown them
         documents, prefix = load_documents(source, purpose="calibration"), _prefix(tokenizer, bos)
         length = seqlen - len(prefix)
-        if source == "c4":
-            drawn = _windows_of_documents(documents, tokenizer, nsamples + windows, length, seed)
+        # A longer draw with the same seed begins with the windows of the shorter one.
+        if _window_per_document(source):
+            drawn = _draw_from_documents(source, documents, tokenizer, nsamples + windows, length, seed)
         else:
             stream = _token_stream(documents, tokenizer)
             count = min(nsamples + windows, stream.numel() // length)
             if count <= nsamples:
                 return None
-            drawn = _draw_windows(stream, count, length, seed)
+            drawn = _draw_from_stream(stream, count, length, seed)
     return _with_prefix(prefix, drawn[nsamples:])
 
 
 def evaluation_tokens(
     source: str | Tensor, tokenizer: Any, *, seqlen: int, bos: bool, windows: int | None = None
 ) -> Tensor:
-    """Cut a text into consecutive windows that do not overlap; what is left at the end is dropped.
+    """Cut a text into consecutive windows that do not overlap. Tokens left over at the end are dropped.
 
     Args:
-        source: as for `load_documents`, or integer token ids [S, seqlen], which are used as they stand (no BOS added).
-        tokenizer: a Hugging Face tokenizer; None will do for a tensor.
-        seqlen: tokens per window, BOS included, at least 2.
-        bos: every window is BOS and then seqlen - 1 tokens of text.
-        windows: keep at most this many, the first ones; None keeps all.
+        source: the name of a text, see `load_documents`. Or integer token ids [S, seqlen], which are returned as int64
+            without a change; no BOS is added.
+        tokenizer: a Hugging Face tokenizer. May be None if source is a tensor.
+        seqlen: tokens in a window, BOS included, at least 2.
+        bos: whether each window is BOS and then seqlen - 1 tokens of text.
+        windows: keep only the first this many; None keeps all.
 
     Returns:
         [S, seqlen] int64 on the CPU.
@@ -178,136 +127,18 @@ def evaluation_tokens(
     return _with_prefix(prefix, stream[: count * length].view(count, length)[:windows])
 
 
-def file_sha256(name: str | None) -> str | None:
-    """sha256 of a local file; None for any other name."""
-    if not name or not os.path.isfile(name):
-        return None
-    digest = hashlib.sha256()
-    with open(name, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def tokens_sha256(tokens: Tensor) -> str:
     """Hash integer token ids: sha256, in hex, of their int64 little-endian bytes in row-major order."""
     ids = tokens.detach().to("cpu", torch.int64).contiguous()
     return hashlib.sha256(ids.numpy().astype("<i8", copy=False)).hexdigest()
 
 
-def _sample(purpose: Purpose) -> list[str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise UserError(
-            f"'{SAMPLE}' needs Python's module pydoc_data, which is not installed: give a text file"
-        ) from None
-    held_out = purpose == "eval"
-    names = sorted(topics)
-    return [topics[name] for i, name in enumerate(names) if (i % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1) == held_out]
-
-
-def _read_file(path: Path) -> list[str]:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{path}: unknown kind of text file '{path.suffix}': expected {', '.join(_READERS)}")
-    try:
-        documents = reader(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {one_line(error)}") from error
-    if all(not document or document.isspace() for document in documents):
-        raise UserError(f"{path}: holds no text")
-    return documents
-
-
-def _read_txt(path: Path) -> list[str]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return [file.read()]
-
-
-def _read_jsonl(path: Path) -> list[str]:
-    documents = []
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number}: not JSON: {one_line(error)}") from error
-            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                raise UserError(f'{path}, line {number}: expected an object with a string field "text"')
-            try:
-                row["text"].encode()
-            except UnicodeEncodeError as error:
-                raise UserError(f"{path}, line {number}: text with half a surrogate pair: {one_line(error)}") from error
-            documents.append(row["text"])
-    return documents
-
-
-def _read_parquet(path: Path) -> list[str]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            documents = file.read(columns=["text"]).column("text").to_pylist() if "text" in columns else None
-    except (pyarrow.ArrowException, NotImplementedError) as error:
-        raise UserError(f"{path}: not a parquet file: {one_line(error)}") from error
-    if documents is None:
-        raise UserError(f'{path}: no column "text": got {columns}')
-    for number, document in enumerate(documents, start=1):
-        if not isinstance(document, str):
-            raise UserError(f'{path}, row {number}: "text" must be a string, got {type(document).__name__}')
-    return documents
-
-
-_READERS: dict[str, Callable[[Path], list[str]]] = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-
-
-class _TextColumn(Sequence):
-    """The column "text" of a dataset, read row by row."""
-
-    def __init__(self, dataset: Any):
-        self._rows = dataset.select_columns("text")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> str:
-        return self._rows[index]["text"] or ""
-
-    def __iter__(self) -> Iterator[str]:
-        return (row["text"] or "" for row in self._rows)
-
-
-def _dataset(path: str, splits: list[str], **options: Any) -> _TextColumn:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"loading '{path}' needs the datasets package: pip install datasets, or {_OTHER_SOURCES}"
-        ) from None
-    for split in splits:
-        try:
-            dataset = datasets.load_dataset(path, split=split, **options)
-            break
-        except Exception as error:  # any network, hub, cache or format error of `datasets` and what it is built on
-            if split != splits[-1] and "split" in str(error):
-                continue
-            raise UserError(f"cannot load the dataset '{path}': {one_line(error)}: {_OTHER_SOURCES}") from error
-    feature = dataset.features.get("text") if dataset.features else None
-    if getattr(feature, "dtype", None) not in ("string", "large_string"):
-        raise UserError(f"the dataset '{path}' has no text column \"text\": got {dataset.column_names}")
-    return _TextColumn(dataset)
+def _window_per_document(source: str) -> bool:
+    return source in NAMED and NAMED[source].window_per_document
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[str]:
+    """The documents, each one longer than _WHOLE cut into pieces of at most _PIECE characters."""
     for document in documents:
         if len(document) <= _WHOLE:
             yield document
@@ -321,6 +152,7 @@ def _pieces(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of pieces with at most _PIECE characters together; a longer piece is a list of its own."""
     batch, size = [], 0
     for piece in pieces:
         if batch and size + len(piece) > _PIECE:
@@ -337,7 +169,7 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def _token_stream(documents: Iterable[str], tokenizer: Any, enough: int | None = None) -> Tensor:
-    """Tokens of all documents [n] int64; stops early once there are `enough`."""
+    """Tokens of all documents, joined: [n] int64. Stops reading once there are `enough` tokens."""
     stream = array("q")
     for batch in _batches(_pieces(documents)):
         for ids in _encode(tokenizer, batch):
@@ -347,7 +179,8 @@ def _token_stream(documents: Iterable[str], tokenizer: Any, enough: int | None =
     return torch.frombuffer(stream, dtype=torch.int64) if stream else torch.empty(0, dtype=torch.int64)
 
 
-def _draw_windows(stream: Tensor, nsamples: int, length: int, seed: int) -> Tensor:
+def _draw_from_stream(stream: Tensor, nsamples: int, length: int, seed: int) -> Tensor:
+    """[nsamples, length] windows of a stream of tokens: different ones, or random offsets if there are too few."""
     generator = torch.Generator().manual_seed(seed)
     windows = stream.numel() // length
     if nsamples <= windows:
@@ -361,20 +194,22 @@ def _draw_windows(stream: Tensor, nsamples: int, length: int, seed: int) -> Tens
     return stream.unfold(0, length, 1)[starts]
 
 
-def _windows_of_documents(documents: Sequence[str], tokenizer: Any, nsamples: int, length: int, seed: int) -> Tensor:
-    """One random window of a random document longer than it, nsamples times: [nsamples, length]."""
+def _draw_from_documents(
+    source: str, documents: Sequence[str], tokenizer: Any, nsamples: int, length: int, seed: int
+) -> Tensor:
+    """[nsamples, length] windows, each a random part of a random document that is longer than the window."""
     draw = random.Random(seed)
     windows, short = [], set()
     while len(windows) < nsamples:
         if len(short) == len(documents):
             raise UserError(
-                f"c4: none of {len(documents)} documents is longer than {length} tokens: use a smaller seqlen"
+                f"{source}: none of {len(documents)} documents is longer than {length} tokens: use a smaller seqlen"
             )
         index = draw.randrange(len(documents))
         if index in short:
             continue
         text = documents[index]
-        # A token stands for at least one byte: most short documents need no tokenizer.
+        # A token stands for at least one byte, so most short documents need not be tokenised.
         ids = _encode(tokenizer, [text])[0] if len(text.encode()) > length else []
         if len(ids) <= length:
             short.add(index)
@@ -385,6 +220,7 @@ def _windows_of_documents(documents: Sequence[str], tokenizer: Any, nsamples: in
 
 
 def _prefix(tokenizer: Any, bos: bool) -> list[int]:
+    """Tokens that begin each window: BOS, or none."""
     if tokenizer is None:
         raise UserError("a text source needs a tokenizer: pass one, or token ids [S, seqlen] instead of text")
     if not bos:
