@@ -7,11 +7,27 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import torch
 
 from .energy import EnergyMeter
+
+
+class StageName(str, Enum):
+    """Stages of a run, in order; the values are the keys of `seconds` in fwanda.json."""
+
+    LOAD = "load"
+    TEXT = "text"
+    EVAL_DENSE = "eval_dense"
+    CALIBRATE = "calibrate"
+    CHOOSE = "choose"
+    BUDGETS = "budgets"
+    CHECK = "check"
+    PRUNE = "prune"
+    EVAL_PRUNED = "eval_pruned"
+    SAVE = "save"
 
 
 @dataclass
