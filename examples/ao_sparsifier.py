@@ -1,4 +1,7 @@
-"""torch.ao.pruning: 2:4 in the first layer, half of each row of the other, by Wanda."""
+"""Prune a small network by Wanda through torch.ao.pruning.
+
+The first layer keeps 2 of every 4 weights (2:4); the second keeps half of the weights of each row.
+"""
 
 import torch
 from torch import nn
@@ -11,7 +14,7 @@ sparsifier = WandaSparsifier(sparsity_level=0.5)
 config = [{"tensor_fqn": "0.weight", "semi_structured_block_size": 4}, {"tensor_fqn": "2.weight"}]
 sparsifier.prepare(model, config)
 with torch.no_grad():
-    model(torch.randn(256, 32))
+    model(torch.randn(256, 32))  # calibration: the sparsifier measures the inputs of both layers
 sparsifier.step()
 sparsifier.squash_mask()
 for layer in (model[0], model[2]):

@@ -1,4 +1,4 @@
-"""torch.nn.utils.prune: half of a network's weights by F-Wanda, one threshold over its layers."""
+"""Prune half of a small network by F-Wanda through torch.nn.utils.prune, with one threshold over all layers."""
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
 layers = {(module, "weight"): module for module in (model[0], model[2])}
 with fk.collect_statistics(layers) as statistics:
+    # the Fisher information needs the sum of the losses, not their mean
     loss = nn.functional.cross_entropy(model(torch.randn(256, 32)), torch.randint(8, (256,)), reduction="sum")
     loss.backward()
 global_fwanda_unstructured(layers, statistics, amount=0.5)

@@ -1,4 +1,7 @@
-"""A fork of the Wanda reference: its loop over a block's layers, with the wrapper and the selection replaced."""
+"""Use the kernels in a fork of the Wanda reference code.
+
+This is the loop of such a fork over the layers of one block. Only its wrapper and its selection are replaced.
+"""
 
 import torch
 from torch import nn
