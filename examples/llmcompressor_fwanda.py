@@ -1,6 +1,9 @@
-"""llm-compressor: half of a model's weights by F-Wanda's global allocation, from a YAML recipe.
+"""Prune half of a model's weights by F-Wanda's global allocation through llm-compressor, from a YAML recipe.
 
-python examples/llmcompressor_fwanda.py MODEL OUTPUT
+    python examples/llmcompressor_fwanda.py MODEL OUTPUT
+
+llm-compressor needs its own versions of other packages: run pip install ".[prune,llmcompressor]" in a new
+environment. MODEL is a Hugging Face folder or id; OUTPUT is the folder to write.
 """
 
 import sys
@@ -8,7 +11,7 @@ import sys
 from datasets import Dataset
 from llmcompressor import oneshot
 
-import fwanda_pruner.integrations.llmcompressor  # noqa: F401  registers FWandaModifier
+import fwanda_pruner.integrations.llmcompressor  # noqa: F401  makes FWandaModifier a key of recipes
 from fwanda_pruner.text.sources import load_documents
 
 RECIPE = """
