@@ -3,134 +3,94 @@
 import copy
 from fractions import Fraction
 
+import oracle
 import pytest
 import tiny
 import torch
 
+import fwanda_kernels as fk
 import fwanda_pruner
-from fwanda_pruner.allocate.budgets import keep_budgets
-from fwanda_pruner.config import PruneConfig
-from fwanda_pruner.errors import UserError
-from fwanda_pruner.measure.statistics import Statistics, calibrate
-from fwanda_pruner.methods.prune import Job, prune_targets
-from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner import PruneConfig, Statistics, UserError
 
 TOKENS = tiny.tokens(6, 24)
+OMEGA_FLOOR = 1e-8
 
 
-def linears(block):
-    return {n: m for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
+def prune(model, **settings):
+    """Prune with TOKENS and no second opinion: what a comparison with Wanda would add is not asked here."""
+    return fwanda_pruner.prune(model, **{"calibration": TOKENS, "no_check": True, "progress": False, **settings})
 
 
-def lowest_mask(score, count):
-    """True at the `count` lowest of each row, lowest column first among ties."""
-    order = torch.sort(score, dim=1, stable=True).indices[:, :count]
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, True)
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: oracle.weight_of(module) for name, module in oracle.linear_layers(model).items()}
+
+
+def kept_in_rows(model) -> dict[str, torch.Tensor]:
+    """name -> [R] weights that are not zero."""
+    return {name: (weight != 0).sum(1) for name, weight in weights(model).items()}
+
+
+def random_statistics(model, seed=0) -> Statistics:
+    torch.manual_seed(seed)
+    statistics = Statistics(fisher="empirical", bos=False)
+    for name, weight in weights(model).items():
+        rows, cols = weight.shape
+        statistics.x2[name] = torch.rand(cols) + 0.1
+        statistics.g2[name] = torch.randn(rows).exp() ** 2
+        statistics.n_tokens[name] = 100
+    return statistics
+
+
+def layers(statistics) -> dict[str, fk.LayerStatistics]:
+    return {
+        name: fk.LayerStatistics(x2, statistics.g2[name], statistics.n_tokens[name])
+        for name, x2 in statistics.x2.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sequential_wanda_equals_its_block_loop(dtype):
     model = tiny.llama(dtype=dtype)
     expected = copy.deepcopy(model)
-    fwanda_pruner.prune(model, method="wanda", order="sequential", sparsity=0.6, calibration=TOKENS, progress=False)
-
-    # restatement: hidden states of all windows, block by block
-    inner = expected.model
-    with torch.no_grad():
-        hidden = [inner.embed_tokens(window[None]) for window in TOKENS]
-        positions = torch.arange(TOKENS.shape[1])[None]
-        rotary = inner.rotary_emb(hidden[0], positions)
-        # no mask argument: the attention is causal on its own for a full window
-        for block in inner.layers:
-            sums = {name: 0.0 for name in linears(block)}
-
-            def hook(name, sums=sums):
-                return lambda _m, i, _o: sums.__setitem__(name, sums[name] + i[0].double().square().sum((0, 1)))
-
-            handles = [m.register_forward_hook(hook(n)) for n, m in linears(block).items()]
-            run = lambda x, block=block: block(x, position_embeddings=rotary, position_ids=positions)  # noqa: E731
-            for x in hidden:
-                run(x)
-            for handle in handles:
-                handle.remove()
-            for name, module in linears(block).items():
-                score = module.weight.float().abs() * sums[name].float().sqrt()
-                module.weight.data[lowest_mask(score, int(Fraction("0.6") * score.shape[1]))] = 0
-            outputs = [run(x) for x in hidden]
-            hidden = [y[0] if isinstance(y, tuple) else y for y in outputs]
+    prune(model, method="wanda", order="sequential", sparsity="0.6")
+    oracle.sequential_wanda(expected, TOKENS, "0.6")
     for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
 
 
 def test_onepass_wanda_uses_the_dense_model_s_inputs():
     model = tiny.llama()
-    sums = {}
+    expected = copy.deepcopy(model)
+    prune(model, method="wanda", sparsity="0.5")
+    oracle.wanda(expected, TOKENS, "0.5")
+    for name, weight in weights(expected).items():
+        assert torch.equal(weights(model)[name], weight), name
 
-    def hook(name):
-        return lambda _m, i, _o: sums.__setitem__(name, sums.get(name, 0) + i[0].double().square().sum((0, 1)))
 
-    targets, _ = find_targets(model)
-    handles = [t.module.register_forward_hook(hook(t.name)) for t in targets]
-    with torch.no_grad():
-        for window in TOKENS:
-            model(window[None])
-    for handle in handles:
-        handle.remove()
-    expected = {}
-    for target in targets:
-        score = target.weight.abs() * sums[target.name].float().sqrt()
-        expected[target.name] = target.weight.masked_fill(lowest_mask(score, target.weight.shape[1] // 2), 0)
-    fwanda_pruner.prune(model, method="wanda", sparsity=0.5, calibration=TOKENS, progress=False)
-    for target in targets:
-        assert torch.equal(target.weight, expected[target.name]), target.name
+def test_onepass_sparsegpt_equals_a_walk_in_float64():
+    model, dense = tiny.llama(), tiny.llama()
+    prune(model, method="sparsegpt", order="onepass", sparsity="0.5")
+    for name, x in oracle.inputs_of(dense, TOKENS).items():
+        expected, gone = oracle.obs_walk(weights(dense)[name], x.double().T @ x.double(), sparsity="0.5")
+        found = weights(model)[name]
+        assert torch.equal(found == 0, gone), name
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_statistics_equal_retained_gradients_of_the_summed_loss(checkpointing):
     model = tiny.llama()
-    targets, _ = find_targets(model)
-    inputs, outputs = {}, {}
-    handles = []
-    for target in targets:
-
-        def hook(_m, i, o, name=target.name):
-            inputs[name] = i[0].detach()
-            o.retain_grad()
-            outputs[name] = o
-
-        handles.append(target.module.register_forward_hook(hook))
-    x2 = {t.name: 0.0 for t in targets}
-    g2 = dict(x2)
-    for window in TOKENS:
-        logits = model(window[None]).logits[0]
-        torch.nn.functional.cross_entropy(logits[:-1], window[1:], reduction="sum").backward()
-        for name in x2:
-            x2[name] = x2[name] + inputs[name].double().square().sum((0, 1))
-            g2[name] = g2[name] + outputs[name].grad.double().square().sum((0, 1))
-    for handle in handles:
-        handle.remove()
-    model.zero_grad()
+    expected = oracle.sums_of_squares(model, TOKENS)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.train()
-    statistics = calibrate(model, TOKENS, targets, progress=False)
-    for target in targets:
-        assert statistics.n_tokens[target.name] == TOKENS.numel()
-        torch.testing.assert_close(statistics.x2[target.name].double(), x2[target.name], rtol=1e-5, atol=0)
-        torch.testing.assert_close(statistics.g2[target.name].double(), g2[target.name], rtol=1e-4, atol=1e-12)
+    statistics = fwanda_pruner.collect(model, config=PruneConfig(), calibration=TOKENS, progress=False)
+    assert statistics.x2.keys() == statistics.g2.keys() == expected.keys()
+    for name, (x2, g2) in expected.items():
+        assert statistics.n_tokens[name] == TOKENS.numel()
+        torch.testing.assert_close(statistics.x2[name].double(), x2, rtol=1e-5, atol=0)
+        torch.testing.assert_close(statistics.g2[name].double(), g2, rtol=1e-4, atol=1e-12)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-
-
-def random_statistics(model, seed=0):
-    targets, _ = find_targets(model)
-    torch.manual_seed(seed)
-    statistics = Statistics(fisher="empirical", bos=False)
-    for target in targets:
-        rows, cols = target.weight.shape
-        statistics.x2[target.name] = torch.rand(cols) + 0.1
-        statistics.g2[target.name] = torch.randn(rows).exp() ** 2
-        statistics.n_tokens[target.name] = 100
-    return targets, statistics
 
 
 @pytest.mark.parametrize(
@@ -139,78 +99,77 @@ def random_statistics(model, seed=0):
     [("global", -40), ("global", -7), ("global", 13), ("global", 40), ("row", 13), ("row", 40)],
 )
 def test_budgets_do_not_depend_on_the_scale_of_omega(allocation, exponent):
-    targets, statistics = random_statistics(tiny.llama())
-    scaled = Statistics(**vars(statistics))
-    scaled.g2 = {k: v * 2.0**exponent for k, v in statistics.g2.items()}
-    config = PruneConfig(method="fwanda", allocation=allocation, sparsity="0.5").resolved()
-    mine, theirs = keep_budgets(config, targets, statistics), keep_budgets(config, targets, scaled)
-    assert all(torch.equal(mine[t.name], theirs[t.name]) for t in targets)
+    mine, theirs = tiny.llama(), tiny.llama()
+    statistics = random_statistics(mine)
+    prune(mine, method="fwanda", allocation=allocation, sparsity="0.5", statistics=statistics)
+    scaled = copy.deepcopy(statistics)
+    scaled.g2 = {name: g2 * 2.0**exponent for name, g2 in statistics.g2.items()}
+    prune(theirs, method="fwanda", allocation=allocation, sparsity="0.5", statistics=scaled)
+    assert all(torch.equal(weight, weights(theirs)[name]) for name, weight in weights(mine).items())
 
 
 def test_global_budgets_equal_a_sort_of_all_scores():
     model = tiny.llama()
-    targets, statistics = random_statistics(model)
-    config = PruneConfig(allocation="global", sparsity="0.7", row_exponent=0.75, layer_exponent=0.5).resolved()
-    mean = torch.cat([statistics.layer(t.name).omega for t in targets]).mean()
-    scores = []
-    for target in targets:
-        norm = statistics.layer(target.name).norm
-        omega = statistics.layer(target.name).omega / mean
-        m = (target.weight.double().abs() * norm.double()).mean(1)
-        a = omega**0.375 * m**-0.25 / (omega**0.375 * m**0.75).mean() ** 0.5
-        scores.append(target.weight.abs() * norm * a.float()[:, None])
-    flat = torch.cat([s.flatten() for s in scores])
-    total = flat.numel() - int(Fraction("0.7") * flat.numel())
-    kept = torch.zeros_like(flat, dtype=torch.bool)
-    kept[torch.sort(flat, stable=True).indices[-total:]] = True
-    budgets = keep_budgets(config, targets, statistics)
-    for target, part in zip(targets, kept.split([s.numel() for s in scores]), strict=True):
-        expected = part.view(target.weight.shape).sum(1)
+    statistics, dense = random_statistics(model), copy.deepcopy(weights(model))
+    found = layers(statistics)
+    settings = {"sparsity": "0.7", "row_exponent": 0.75, "layer_exponent": 0.5}
+    prune(model, method="fwanda", allocation="global", statistics=statistics, **settings)
+    omegas, norms = ([getattr(found[name], key) for name in dense] for key in ("omega", "norm"))
+    scales = oracle.global_row_scales(list(dense.values()), omegas, norms, 0.75, 0.5)
+    scores = [
+        weight.abs() * norm * scale.float()[:, None]
+        for weight, norm, scale in zip(dense.values(), norms, scales, strict=True)
+    ]
+    size = sum(weight.numel() for weight in dense.values())
+    total = size - int(Fraction("0.7") * size)
+    for (name, kept), mask in zip(kept_in_rows(model).items(), oracle.global_keep(scores, total), strict=True):
         # the scale is computed in another order: rows at the threshold may differ by one
-        assert (budgets[target.name] - expected).abs().max() <= 1, target.name
-    assert sum(int(k.sum()) for k in budgets.values()) == total
+        assert (kept - mask.sum(1)).abs().max() <= 1, name
+    assert sum(int(kept.sum()) for kept in kept_in_rows(model).values()) == total
 
 
 def test_a_global_budget_without_fisher_information_is_the_users_error():
-    targets, statistics = random_statistics(tiny.llama())
+    statistics = random_statistics(tiny.llama())
     statistics.g2 = {name: torch.zeros_like(g2) for name, g2 in statistics.g2.items()}
-    config = PruneConfig(allocation="global", sparsity="0.5").resolved()
     with pytest.raises(UserError, match="the Fisher information is 0 everywhere"):
-        keep_budgets(config, targets, statistics)
+        prune(tiny.llama(), method="fwanda", allocation="global", sparsity="0.5", statistics=statistics)
 
 
 def test_a_bad_value_that_only_the_selection_meets_is_named():
-    model = tiny.llama()
-    targets, statistics = random_statistics(model)
-    targets[3].module.weight.data[2, 1] = torch.inf
-    config = PruneConfig(method="wanda", sparsity="0.5").resolved()
-    with pytest.raises(UserError, match=f"{targets[3].name}: weight has NaN or inf values"):
-        budgets = keep_budgets(config, targets, statistics)
-        prune_targets(Job(config, model, targets, None, statistics, budgets, progress=False))
+    """The weight breaks after the run has checked it: once the last window is through."""
+    model, windows = tiny.llama(), []
+    module = model.model.layers[0].self_attn.o_proj
+
+    def break_the_weight(_module, _args, _output):
+        windows.append(1)
+        if len(windows) == len(TOKENS):
+            module.weight.data[2, 1] = torch.inf
+
+    model.model.layers[-1].register_forward_hook(break_the_weight)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.o_proj: weight has NaN or inf values"):
+        prune(model, method="wanda", sparsity="0.5", micro_batch=1)
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])
 def test_row_budgets_are_proportional_to_the_power_of_omega(power):
-    targets, statistics = random_statistics(tiny.llama())
-    config = PruneConfig(allocation="row", sparsity="0.5", power=power).resolved()
-    budgets = keep_budgets(config, targets, statistics)
-    for target in targets:
-        rows, cols = target.weight.shape
-        keep = budgets[target.name].double()
+    model = tiny.llama()
+    statistics = random_statistics(model)
+    prune(model, method="fwanda", allocation="row", sparsity="0.5", power=power, statistics=statistics)
+    for name, keep in kept_in_rows(model).items():
+        rows, cols = weights(model)[name].shape
+        keep = keep.double()
         assert int(keep.sum()) == rows * cols - rows * cols // 2
         free = (keep > 1) & (keep < cols)
         # k_i = lambda * omega_i^p up to rounding by less than one: one lambda must fit all rows
-        shares = statistics.layer(target.name).omega[free] ** power
+        shares = layers(statistics)[name].omega[free] ** power
         assert free.sum() > 2 and ((keep[free] - 1) / shares).max() < ((keep[free] + 1) / shares).min()
 
 
 def test_rows_that_meet_the_floor_are_counted():
-    model = tiny.llama()
-    report = fwanda_pruner.prune(model, method="fwanda", sparsity=0.5, calibration=TOKENS, progress=False)
-    assert report.omega_floored_rows == 0
-    _, statistics = random_statistics(tiny.llama())
+    settings = {"method": "fwanda", "allocation": "row", "sparsity": 0.5}
+    assert prune(tiny.llama(), **settings).omega_floored_rows == 0
+    statistics = random_statistics(tiny.llama())
     for g2 in statistics.g2.values():
         g2.fill_(1.0)  # omega = 0.01
-        g2[:3] = 0.99e-6  # below 1e-8
-    report = fwanda_pruner.prune(tiny.llama(), statistics=statistics, method="fwanda", sparsity=0.5, progress=False)
-    assert report.omega_floored_rows == 3 * 14
+        g2[:3] = 0.99 * OMEGA_FLOOR * 100
+    assert prune(tiny.llama(), statistics=statistics, **settings).omega_floored_rows == 3 * 14
