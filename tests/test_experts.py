@@ -175,4 +175,4 @@ def test_experts_that_cannot_be_split_are_listed_with_the_reason_and_left_dense(
     listed = {item.name: item.reason for item in skipped if ".experts." in item.name}
     assert len(targets) == len([row for row in report.matrices if row.skipped is None]) - 8
     assert "model.layers.1.mlp.experts.down_proj" in listed
-    assert all("cannot be restated as linear layers (" in reason for reason in listed.values())
+    assert all("cannot be run as separate linear layers (" in reason for reason in listed.values())

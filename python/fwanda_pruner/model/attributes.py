@@ -1,4 +1,4 @@
-"""Attributes of modules that differ for a while."""
+"""Temporary values for attributes of modules."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 
 @contextmanager
 def replaced(name: str, values: Mapping[nn.Module, object]) -> Iterator[None]:
-    """Within the block, each module has its value as an attribute of its own; afterwards what it had before, if any.
+    """Set an attribute on each module inside the `with` block, and restore it afterwards.
 
     Args:
-        name: of the attribute.
-        values: module -> value, neither a tensor nor a module.
+        name: the attribute; it hides an attribute of the class with that name.
+        values: module -> value; a value is neither a tensor nor a module, which nn.Module would register.
     """
-    had = {module: vars(module)[name] for module in values if name in vars(module)}
+    before = {module: vars(module)[name] for module in values if name in vars(module)}
     try:
         for module, value in values.items():
             setattr(module, name, value)
@@ -24,5 +24,5 @@ def replaced(name: str, values: Mapping[nn.Module, object]) -> Iterator[None]:
     finally:
         for module in values:
             vars(module).pop(name, None)
-        for module, value in had.items():
+        for module, value in before.items():
             setattr(module, name, value)

@@ -1,4 +1,11 @@
-"""Fused experts as linear layers: one nn.Linear for each slice of the 3-D parameters that hold a layer's experts."""
+"""Mixtures of experts whose weights are fused into 3-D parameters, run as separate linear layers.
+
+Many models keep the matrices of all experts of a layer in one parameter [E, R, C]. Hooks see no single expert there.
+`split_experts` builds one nn.Linear for each expert over the same memory and a forward function that uses these layers.
+It tries each known way of calling such a module and takes the first one whose output equals the module's.
+
+To support another way of calling experts, write a builder like `_routed` and add it to `_builders`.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +22,24 @@ from ..errors import one_line
 from .attributes import replaced
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
-_CHECKED_TOKENS, _ACTIVATION = 16, 4.0  # of the self-check; activations of that size reach the clamps of a gate
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}  # relative, of the norm
+# The comparison of both forwards: tokens, the size of their activations (large enough to reach the clamps of a gate),
+# and the largest difference as a share of the norm of the output.
+_CHECKED_TOKENS, _ACTIVATION = 16, 4.0
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 
 class CannotSplit(Exception):
-    """Why a module's experts cannot be restated as linear layers; one line."""
+    """A module holds fused experts that cannot be run as separate linear layers; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """The experts of one module, restated.
+    """The experts of one module as linear layers.
 
     Attributes:
-        module: holds the 3-D parameters.
-        layers: parameter name -> one nn.Linear for each expert, whose weight [R, C] is a view of the parameter.
-        forward: computes what module.forward does, by these layers.
+        module: the module with the 3-D parameters.
+        layers: parameter name -> one nn.Linear for each expert. Its weight [R, C] is a view of the parameter.
+        forward: takes the arguments of module.forward and computes the same with these layers.
     """
 
     module: nn.Module
@@ -40,7 +49,13 @@ class FusedExperts:
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a matrix lies that is one slice of a 3-D parameter: `parameter[index]`, a dotted path and a number."""
+    """Place of a matrix inside a 3-D parameter.
+
+    Attributes:
+        experts: the experts that the matrix belongs to.
+        parameter: dotted path of the parameter.
+        index: of the expert; the matrix is `parameter[index]`.
+    """
 
     experts: FusedExperts
     parameter: str
@@ -48,7 +63,7 @@ class Slice:
 
 
 def count_experts(module: nn.Module) -> int:
-    """Experts that a module holds, in 3-D parameters or as a list of modules; 0 where it holds none."""
+    """Count the experts that a module holds, in 3-D parameters or as a list of modules; 0 if it holds none."""
     if names := _fused_names(module):
         return getattr(module, names[0]).shape[0]
     if isinstance(module, nn.ModuleList):
@@ -60,41 +75,44 @@ def count_experts(module: nn.Module) -> int:
 
 
 def split_experts(module: nn.Module) -> FusedExperts | None:
-    """The experts of a module as linear layers over its 3-D parameters; None if it holds no fused experts.
+    """Build linear layers over the 3-D parameters of a module; None if it holds no fused experts.
 
-    Known by structure: `gate_up_proj` (or `up_proj`) and `down_proj`, [E, R, C] or [E, C, R], with or without biases,
-    called with (hidden, indices, weights) in any order or with the tokens of each expert in turn; and a 3-D `weight`
-    called with (inputs, sizes). What is found must compute what the module computes on random input.
+    Two structures are known, each with or without biases:
+    - `gate_up_proj` (or `up_proj`) and `down_proj`, [E, R, C] or [E, C, R]. The module is called with the hidden
+      states, the indices and the weights of the chosen experts, or with the tokens of one expert after the other.
+    - `weight` [E, R, C] or [E, C, R]. The module is called with the inputs and the number of tokens of each expert.
+
+    The module and the result must give the same output for random input.
 
     Raises:
-        CannotSplit: it does not, or the module is called in another way.
+        CannotSplit: they do not, or the module is called in another way.
     """
     names = _fused_names(module)
     if not names:
         return None
     failures = []
-    for transposed, restate in product((False, True), _restatements(module)):
+    for transposed, build in product((False, True), _builders(module)):
         try:
             layers = {name: _layers(module, name, transposed) for name in names}
-            forward, examples = restate(module, layers)
+            forward, examples = build(module, layers)
             difference = _difference(module, forward, examples())
-        except Exception as error:  # whatever a module raises on input of a shape that it does not take
+        except Exception as error:  # modules raise anything on input that they do not expect
             failures.append(one_line(error, 120))
             continue
         if difference is None:
             return FusedExperts(module, layers, torch.compiler.disable(forward))
         failures.insert(0, difference)
-    failures.append(f"forward({', '.join(_arguments(module))}) is not a known one")
-    raise CannotSplit(f"its experts cannot be restated as linear layers ({failures[0]})")
+    failures.append(f"no known module of experts takes forward({', '.join(_arguments(module))})")
+    raise CannotSplit(f"its experts cannot be run as separate linear layers ({failures[0]})")
 
 
 def run_split(experts: Iterable[FusedExperts]) -> AbstractContextManager[None]:
-    """Within the block the modules of fused experts compute by their linear layers, so that hooks see each expert."""
+    """Inside the `with` block, fused experts run as their linear layers, so that hooks see each expert."""
     return replaced("forward", {item.module: item.forward for item in experts})
 
 
 def _fused_names(module: nn.Module) -> list[str]:
-    """Names of the 3-D parameters of fused experts, the one that takes the input first."""
+    """Names of the 3-D parameters of fused experts, first the one that takes the input; empty if there are none."""
     names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
     up = [name for name in _UP if name in names]
     if up and _DOWN in names:
@@ -107,6 +125,7 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def _layers(module: nn.Module, name: str, transposed: bool) -> list[nn.Linear]:
+    """One linear layer for each expert of a parameter, [E, C, R] if transposed, else [E, R, C]."""
     weights = getattr(module, name).data
     biases = getattr(module, f"{name}_bias", None)
     return [
@@ -116,7 +135,7 @@ def _layers(module: nn.Module, name: str, transposed: bool) -> list[nn.Linear]:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A layer over tensors [R, C] and [R], not over copies of them."""
+    """A linear layer that shares the memory of weight [R, C] and bias [R]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -125,7 +144,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _gate_of(module: nn.Module, gated: bool) -> Callable[[Tensor], Tensor]:
-    """What stands between the two projections of an expert."""
+    """The function between the two projections of an expert: a gate, or the activation alone."""
     if not gated:
         return module.act_fn
     if hasattr(module, "_apply_gate"):
@@ -136,13 +155,17 @@ def _gate_of(module: nn.Module, gated: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _clamped_swiglu(h: Tensor, alpha: float, limit: float) -> Tensor:
-    """The gate of GPT-OSS: gate and up alternate."""
+    """The gate of GPT-OSS, where the columns of gate and up alternate."""
     gate, up = h[..., ::2].clamp(max=limit), h[..., 1::2].clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def _restatements(module: nn.Module) -> list[Callable]:
-    """What the module may compute: functions (module, layers) -> (forward, examples)."""
+def _builders(module: nn.Module) -> list[Callable]:
+    """The known ways to call a module with its number of arguments.
+
+    Each is a function (module, layers) -> (forward, examples): forward computes with the layers what the module may
+    compute, and examples() makes arguments to compare both with.
+    """
     if _fused_names(module) == ["weight"]:
         return [lambda m, layers, kind=kind: _grouped(layers, kind) for kind in (list, torch.tensor)]
     count = len(_arguments(module))
@@ -153,9 +176,13 @@ def _restatements(module: nn.Module) -> list[Callable]:
 
 
 def _routed(module: nn.Module, layers: dict[str, list[nn.Linear]], dense: bool, rank: int):
-    """forward(hidden, indices, weights): each token goes to k experts, and the weighted outputs are summed.
+    """forward(hidden, indices, weights), in any order: the weighted sum of the outputs of the k experts of each token.
 
-    dense: weights are [T, E], not [T, k]; rank: of the hidden states, [T, H] or [1, T, H].
+    Args:
+        module: the experts.
+        layers: its linear layers.
+        dense: whether weights are [T, E], one for each expert, or [T, k], one for each chosen expert.
+        rank: dimensions of the hidden states, which are [T, H] or [1, T, H].
     """
     up, down = layers.values()
     gate = _gate_of(module, gated=_UP[0] in layers)
@@ -192,7 +219,7 @@ def _routed(module: nn.Module, layers: dict[str, list[nn.Linear]], dense: bool, 
 
 
 def _in_turn(module: nn.Module, layers: dict[str, list[nn.Linear]]):
-    """forward(hidden): [E T, H], all tokens for the first expert, then for the next; zeros where one is not routed."""
+    """forward(hidden) with [E T, H]: all tokens for the first expert, then for the next; zeros if not routed there."""
     up, down = layers.values()
     gate = _gate_of(module, gated=_UP[0] in layers)
 
@@ -213,7 +240,7 @@ def _in_turn(module: nn.Module, layers: dict[str, list[nn.Linear]]):
 
 
 def _grouped(layers: dict[str, list[nn.Linear]], kind: Callable):
-    """forward(inputs, sizes): the rows of the first expert, then those of the next; sizes are of a kind."""
+    """forward(inputs, sizes): rows of the first expert, then of the next. `kind` makes sizes from a list of int."""
     (experts,) = layers.values()
 
     def forward(*args, **kwargs) -> Tensor:
@@ -232,7 +259,7 @@ def _grouped(layers: dict[str, list[nn.Linear]], kind: Callable):
 
 
 def _hidden(first: list[nn.Linear]) -> tuple[Tensor, torch.Generator]:
-    """[T, H] random input that gives activations of a size that matters, and what it was drawn from."""
+    """Random input [T, H], scaled so that the first layers give activations of size _ACTIVATION; and its generator."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_CHECKED_TOKENS, first[0].in_features, generator=generator).to(first[0].weight)
     size = first[0](x).float().square().mean().sqrt()
@@ -241,10 +268,10 @@ def _hidden(first: list[nn.Linear]) -> tuple[Tensor, torch.Generator]:
 
 @torch.no_grad()
 def _difference(module: nn.Module, forward: Callable, inputs: tuple) -> str | None:
-    """How two forwards differ on an input; None where they agree to rounding."""
+    """How the outputs of module and forward differ; None if they are equal but for rounding."""
     expected, got = module(*inputs), forward(*inputs)
     if expected.shape != got.shape:
-        return f"outputs of shape {list(expected.shape)}, restated {list(got.shape)}"
+        return f"outputs of shape {list(expected.shape)} became {list(got.shape)}"
     difference, size = (expected - got).float().norm(), expected.float().norm()
     if difference <= _TOLERANCE[expected.dtype] * size:
         return None

