@@ -1,11 +1,12 @@
-"""The report: stable keys, three denominators, loading, tables by protocol."""
+"""The record of a run: stable keys, three denominators, loading; and its tables and summary."""
 
 import json
 
 import pytest
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.report.record import MatrixRow, Report, summary, table, versions
+from fwanda_pruner.report.record import ROW_BINS, MatrixRow, Report, versions
+from fwanda_pruner.report.text import summary, table
 
 PROTOCOL = {"seqlen": 64, "windows": 3, "tokens_sha256": "ab" * 32, "bos": True, "tokenizer": "tiny"}
 
@@ -14,7 +15,7 @@ def make_report(**changes) -> Report:
     facts = dict(
         config={"method": "wanda", "allocation": "uniform", "sparsity": 0.5},
         matrices=[
-            MatrixRow("a", (4, 10), asked=20, kept=20, kept_zero=2),
+            MatrixRow("a", (4, 10), asked=20, kept=20, kept_zero=2, wanda_disagreement=0.25),
             MatrixRow("b", (2, 10), asked=15, kept=15, kept_zero=0),
             MatrixRow("head", (5, 10), asked=50, kept=50, kept_zero=1, skipped="tied"),
         ],
@@ -33,6 +34,7 @@ def make_report(**changes) -> Report:
         omega_floored_rows=7,
         check=None,
         passes={"micro_batch": 2, "compiled": False, "checkpointing": False, "compile_seconds": 0.0},
+        row_histogram=[0, 6, *[0] * (ROW_BINS - 2)],
     )
     return Report(**{**facts, **changes})
 
@@ -44,7 +46,9 @@ def test_sparsity_uses_three_denominators_and_leaves_skipped_rows_out():
 
 def test_each_matrix_row_counts_removed_and_kept_zeros():
     rows = make_report().to_dict()["matrices"]
-    assert list(rows[0]) == ["name", "shape", "asked", "kept", "kept_zero", "skipped", "tensor", "index", "sparsity"]
+    assert list(rows[0]) == [
+        "name", "shape", "asked", "kept", "kept_zero", "skipped", "tensor", "index", "wanda_disagreement", "sparsity",
+    ]  # fmt: skip
     assert [row["sparsity"] for row in rows] == [22 / 40, 5 / 20, 1 / 50]
     assert [row["skipped"] for row in rows] == [None, None, "tied"]
 
@@ -59,6 +63,7 @@ def test_nothing_pruned_is_zero_sparsity_not_a_division_error():
         {},
         {"perplexity": None, "energy": 12.5, "bos": None, "tokens_sha256": None, "omega_floored_rows": None},
         {"perplexity": {"dense": 20.5, "pruned": float("inf"), **PROTOCOL}},
+        {"row_histogram": None},
     ],
 )
 def test_round_trip_through_strict_json(changes):
@@ -71,11 +76,21 @@ def test_stable_keys():
     assert set(make_report().to_dict()) == {
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
         "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details", "check",
-        "block_parameters", "model_parameters", "model_zeros", "coverage",
+        "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - {"sparsity", "coverage"}))
+def test_a_record_of_an_older_version_has_no_histogram_and_no_disagreement():
+    data = make_report().to_dict()
+    del data["row_histogram"]
+    for row in data["matrices"]:
+        del row["wanda_disagreement"]
+    report = Report.from_dict(data)
+    assert report.row_histogram is None
+    assert [row.wanda_disagreement for row in report.matrices] == [None, None, None]
+
+
+@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - {"sparsity", "coverage", "row_histogram"}))
 def test_a_missing_key_is_named(key, tmp_path):
     data = make_report().to_dict()
     del data[key]
@@ -93,6 +108,11 @@ def test_a_missing_key_is_named(key, tmp_path):
         ("perplexity.pruned", lambda d: d["perplexity"].pop("pruned")),
         ("perplexity.dense", lambda d: d["perplexity"].update(dense="much")),
         ("'seconds'", lambda d: d.update(seconds=3)),
+        ("'row_histogram'", lambda d: d.update(row_histogram=3)),
+        ("'row_histogram'", lambda d: d["row_histogram"].pop()),
+        ("'row_histogram'", lambda d: d["row_histogram"].__setitem__(7, -1)),
+        (r"matrices\[1\].wanda_disagreement'", lambda d: d["matrices"][1].update(wanda_disagreement=1.5)),
+        (r"matrices\[1\].wanda_disagreement'", lambda d: d["matrices"][1].update(wanda_disagreement="much")),
     ],
 )
 def test_a_broken_value_is_named(where, edit):

@@ -5,12 +5,14 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -21,10 +23,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fwanda_pruner.errors import UserError
-from fwanda_pruner.formats import dense as save
-from fwanda_pruner.formats.dense import atomic_file, check_output, save_pruned
-from fwanda_pruner.report.record import MatrixRow, Report
+from fwanda_pruner import MatrixRow, Report, UserError, save_pruned
+from fwanda_pruner.formats import dense
+from fwanda_pruner.formats.audit import ZeroCount
+from fwanda_pruner.formats.files import atomic_file, check_output, remove_leftovers
 
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj")
 
@@ -102,10 +104,10 @@ FAILURES = {
 STEPS = {
     "weights": (LlamaForCausalLM, "save_pretrained"),
     "tokenizer": (PreTrainedTokenizerFast, "save_pretrained"),
-    "card": (save, "model_card"),
-    "audit": (save, "audit"),
+    "card": (Path, "write_text"),
+    "count of zeros": (torch, "count_nonzero"),
     "flush": (os, "fsync"),
-    "swap": (save, "_swap"),
+    "rename": (os, "rename"),
 }
 
 
@@ -125,9 +127,11 @@ def test_reloaded_logits_are_bit_equal(tied, dtype, tmp_path):
     model, report = pruned_model(tied, dtype)
     save_pruned(model, tiny_tokenizer(), report, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    loaded = dense.load(str(tmp_path / "out"), device="cpu").model
     tokens = torch.arange(16).view(2, 8)
     with torch.no_grad():
-        assert torch.equal(model(tokens).logits, again(tokens).logits)
+        logits = model(tokens).logits
+        assert torch.equal(logits, again(tokens).logits) and torch.equal(logits, loaded(tokens).logits)
     assert again.dtype == dtype
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("w3 w5")["input_ids"] == [3, 5]
@@ -182,16 +186,54 @@ def test_zeros_that_differ_from_the_report_name_the_matrix_and_leave_nothing(fie
     assert not list(tmp_path.iterdir())
 
 
+class RenamingLlama(LlamaForCausalLM):
+    """A model that stores its second matrix under another name, as transformers does with some."""
+
+    def save_pretrained(self, folder, **kwargs):
+        super().save_pretrained(folder, **kwargs)
+        file = Path(folder, "model.safetensors")
+        tensors = load_file(file)
+        tensors["renamed"] = tensors.pop(f"{NAMES[1]}.weight")
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+class OpaqueLlama(RenamingLlama):
+    """A model that also refuses to save other tensors than its own."""
+
+    def save_pretrained(self, folder, state_dict=None, **kwargs):
+        if state_dict is not None:
+            raise ValueError("not my weights")
+        super().save_pretrained(folder, **kwargs)
+
+
+def test_a_matrix_that_the_files_hold_under_another_name_is_counted(tmp_path):
+    model, report = pruned_model()
+    model.__class__ = RenamingLlama
+    save_pruned(model, None, report, tmp_path / "out")
+    counts = dense.count_zeros(tmp_path / "out", NAMES, model=model)
+    assert counts[NAMES[1]] == ZeroCount(zeros=129, weights=256) and list(counts) == list(NAMES)
+    assert list(dense.count_zeros(tmp_path / "out", NAMES)) == [NAMES[0]]
+    report.matrices[1].kept_zero += 1
+    with pytest.raises(RuntimeError, match=NAMES[1]):
+        save_pruned(model, None, report, tmp_path / "other")
+
+
+def test_a_matrix_that_is_not_found_in_the_files_is_warned_of(tmp_path):
+    model, report = pruned_model()
+    model.__class__ = OpaqueLlama
+    with pytest.warns(UserWarning, match=f"1 matrices were not counted.*{NAMES[1]}"):
+        save_pruned(model, None, report, tmp_path / "out")
+    assert Report.load(tmp_path / "out") == report
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_failure_at_any_step_leaves_nothing(step, failure, tmp_path, monkeypatch):
     model, report = pruned_model()
     error, expected = FAILURES[failure]
     owner, name = STEPS[step]
-    if step == "swap":
-        monkeypatch.setattr(os, "rename", lambda *args: (_ for _ in ()).throw(error))
-    else:
-        monkeypatch.setattr(owner, name, fail_after(getattr(owner, name), error))
+    work = (lambda *args: None) if step == "rename" else getattr(owner, name)
+    monkeypatch.setattr(owner, name, fail_after(work, error))
     with pytest.raises(expected) as raised:
         save_pruned(model, tiny_tokenizer(), report, tmp_path / "made" / "out")
     if expected is UserError:
@@ -200,7 +242,7 @@ def test_a_failure_at_any_step_leaves_nothing(step, failure, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("failure", ["OSError of a full disk", "Ctrl-C"])
-@pytest.mark.parametrize("step", [step for step in STEPS if step != "swap"])
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "rename"])
 def test_the_old_output_survives_a_failed_overwrite(step, failure, old, monkeypatch):
     model, report = pruned_model()
     error, expected = FAILURES[failure]
@@ -248,10 +290,10 @@ def test_a_folder_filled_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     model, report = pruned_model()
 
     def fill(*args):
-        (tmp_path / "out").mkdir()
+        (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / "theirs").touch()
 
-    monkeypatch.setattr(save, "_flush", fill)
+    monkeypatch.setattr(os, "fsync", fill)
     with pytest.raises(UserError, match="meanwhile"):
         save_pruned(model, None, report, tmp_path / "out")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
@@ -312,6 +354,29 @@ def test_too_little_disk_says_how_much(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="MiB"):
         save_pruned(*pruned_model()[:1], None, pruned_model()[1], tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def dead_process() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path):
+    dead, living = dead_process(), os.getpid()
+    for name in (f".out.{dead}-0123abcd.tmp", f".out.{living}-0123abcd.tmp", f".other.{dead}-0123abcd.tmp"):
+        (tmp_path / name).mkdir()
+    remove_leftovers(tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f".out.{living}-0123abcd.tmp", f".other.{dead}-0123abcd.tmp",
+    }  # fmt: skip
+
+
+def test_a_folder_that_a_killed_process_moved_aside_comes_back(old):
+    old.rename(old.with_name(f".out.{dead_process()}-0123abcd.old"))
+    remove_leftovers(old)
+    assert_untouched(old)
 
 
 def test_atomic_file_appears_only_at_the_end(tmp_path):

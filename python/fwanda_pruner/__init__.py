@@ -15,7 +15,7 @@ _HOMES = {
     "evaluate_tasks": "evaluate.tasks",
     "load_model": "model.load",
     "prune": "run.pipeline",
-    "save_pruned": "formats.dense",
+    "save_pruned": "run.save",
 }
 __all__ = sorted(_HOMES)
 

@@ -1,4 +1,4 @@
-"""`fwanda`: the command line around the stages. Parses, calls, prints; user mistakes are one line and exit code 2."""
+"""The command line `fwanda`: it parses, calls and prints. A user's mistake is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
-from .config import PASS_SETTINGS, PruneConfig
+from .config import GROUPS, PruneConfig, flag
 from .errors import UserError
-
-_TEXT = ("calibration", "nsamples", "seqlen", "seed", "bos")
-_PLACE = ("device", "dtype")
-_EVAL = ("eval", "eval_seqlen", "eval_windows")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,30 +31,30 @@ class _Version(argparse.Action):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run one command. Returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     warnings.showwarning = lambda message, *_args, **_kwargs: print(f"warning: {message}", file=sys.stderr)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the failure itself is one line
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; a failure is one line of ours
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
     try:
-        args = _parser().parse_args(argv)
+        args = build_parser()[0].parse_args(argv)
         _check_backend()
         args.run(args)
         return 0
     except UserError as error:
-        print(f"fwanda: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
+        message = " ".join(str(error).splitlines())
     except ModuleNotFoundError as error:
-        print(f'fwanda: error: {error}; install the pruner: pip install "fwanda-kernels[prune]"', file=sys.stderr)
-        return 2
-    except RuntimeError as error:  # by name: neither package is imported yet
+        message = f'{error}; install the pruner: pip install "fwanda-kernels[prune]"'
+    except RuntimeError as error:
+        # recognised by name, because neither package is imported yet
         hints = {"BackendError": "", "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu"}
         if type(error).__name__ not in hints:
             raise
-        print(f"fwanda: error: {' '.join(str(error).split())}{hints[type(error).__name__]}", file=sys.stderr)
-        return 2
+        message = " ".join(str(error).split()) + hints[type(error).__name__]
     except KeyboardInterrupt as interrupt:
         print("; ".join(["fwanda: interrupted", *interrupt.args]), file=sys.stderr)
         return 130
+    print(f"fwanda: error: {message}", file=sys.stderr)
+    return 2
 
 
 def _check_backend() -> None:
@@ -74,66 +70,98 @@ def _check_backend() -> None:
         raise UserError(str(error)) from error
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="fwanda", description="One-shot pruning of causal language models.")
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and the parser of each command by its name."""
+    parser = _Parser(prog="fwanda", description="Prune causal language models in one shot, without retraining.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (_add_prune, _add_calibrate, _add_eval, _add_sweep, _add_report, _add_demo, _add_doctor):
+        add(commands)
+    return parser, commands.choices
 
-    prune = _command(commands, "prune", _prune, "prune a model and write it as a Hugging Face folder")
-    _add_model(prune)
-    _add_settings(prune, [f.name for f in fields(PruneConfig)])
-    prune.add_argument("--config", metavar="FILE", help="YAML or JSON file of these settings; flags override it")
-    prune.add_argument(
-        "--statistics",
-        metavar="FILE",
-        help="file of `fwanda calibrate`: x2 and omega of the dense model (default order then: onepass)",
-    )
-    prune.add_argument("--output", metavar="DIR", help="folder to write; appears whole or not at all")
-    prune.add_argument("--overwrite", action="store_true", help="replace DIR, whatever it holds")
-    prune.add_argument(
+
+def _add_prune(commands) -> None:
+    parser = _command(commands, "prune", _prune, "prune a model and write it as a Hugging Face folder")
+    _add_model(parser)
+    parser.add_argument("--output", metavar="DIR", help="folder to write; it appears complete or not at all")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR, whatever it holds")
+    parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on where an interrupted run of the same command stopped; if it finished, compare DIR with its report",
+        help="continue an interrupted run of the same command; if that run finished, compare DIR with its report",
     )
-    prune.add_argument("--dry-run", action="store_true", help="list every target and what would go, write nothing")
-
-    calibrate = _command(commands, "calibrate", _calibrate, "measure statistics once, to prune at any sparsity later")
-    _add_model(calibrate)
-    _add_settings(calibrate, [*_TEXT, "fisher", *_PLACE, *PASS_SETTINGS])
-    calibrate.add_argument(
-        "--output", metavar="FILE.safetensors", required=True, help="file to write; one of statistics is replaced"
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list every matrix and how much of it would go, and write nothing"
     )
+    parser.add_argument(
+        "--config", metavar="FILE", help="read settings from a YAML or JSON file; flags take precedence over it"
+    )
+    parser.add_argument(
+        "--statistics",
+        metavar="FILE",
+        help="statistics of the dense model, written by `fwanda calibrate` (the default of --order is then onepass)",
+    )
+    _add_settings(parser, *GROUPS)
 
-    evaluate = _command(commands, "eval", _eval, "perplexity, accuracy on tasks, and sparsity of a model")
-    _add_model(evaluate)
-    evaluate.add_argument(
+
+def _add_calibrate(commands) -> None:
+    parser = _command(
+        commands, "calibrate", _calibrate, "measure the statistics of a model once, to prune it at any sparsity later"
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "--output",
+        metavar="FILE.safetensors",
+        required=True,
+        help="file to write; it replaces a file of statistics, and no other",
+    )
+    _add_settings(parser, "fisher", "text", "bos", "place", "passes")
+
+
+def _add_eval(commands) -> None:
+    parser = _command(
+        commands, "eval", _eval, "measure the perplexity of a model, its accuracy on tasks, and its sparsity"
+    )
+    _add_model(parser)
+    parser.add_argument(
         "--tasks",
         default="ppl",
-        help="some of ppl, zeroshot (seven tasks), mmlu (five-shot) and names of lm-eval, with commas (%(default)s)",
+        help="what to measure, separated by commas: ppl (perplexity), zeroshot (seven tasks), mmlu (five-shot), and any "
+        "task of lm-eval (default: %(default)s)",
     )
-    _add_tasks(evaluate)
-    _add_settings(evaluate, [*_EVAL, "bos", *_PLACE])
+    _add_task_settings(parser)
+    _add_settings(parser, "eval", "bos", "place")
 
-    sweep = _command(commands, "sweep", _sweep, "many settings on one model: a table and pictures")
-    _add_model(sweep)
-    sweep.add_argument("recipe", metavar="RECIPE", help="YAML file, or one that comes along: " + ", ".join(_recipes()))
-    sweep.add_argument(
-        "--output", metavar="DIR", required=True, help="folder of the results; cells there do not run again"
+
+def _add_sweep(commands) -> None:
+    from .sweep.recipe import recipe_names
+
+    parser = _command(commands, "sweep", _sweep, "run many settings on one model, and write tables and pictures")
+    _add_model(parser)
+    recipes = ", ".join(recipe_names())
+    parser.add_argument("recipe", metavar="RECIPE", help=f"YAML file, or a recipe of the package: {recipes}")
+    parser.add_argument(
+        "--output", metavar="DIR", required=True, help="folder of the results; finished cells there do not run again"
     )
-    _add_tasks(sweep)
-    _add_settings(sweep, [*_TEXT, *_EVAL, *_PLACE, *PASS_SETTINGS])
+    _add_task_settings(parser)
+    _add_settings(parser, "text", "bos", "eval", "place", "passes")
 
-    report = _command(commands, "report", _report, "one table from the reports of several runs")
-    report.add_argument("reports", nargs="+", metavar="REPORT", help="fwanda.json, or the folder that holds it")
 
-    demo = _command(commands, "demo", _demo, "prune the packaged SmolLM2-135M by four methods and compare them")
-    demo.add_argument(
-        "--output", metavar="DIR", default="smollm2-pruned", help="folder for the best model (%(default)s)"
+def _add_report(commands) -> None:
+    parser = _command(commands, "report", _report, "print the reports of several runs as one table")
+    parser.add_argument("reports", nargs="+", metavar="REPORT", help="a fwanda.json, or the folder that holds it")
+
+
+def _add_demo(commands) -> None:
+    parser = _command(commands, "demo", _demo, "prune SmolLM2-135M by four methods and compare them")
+    parser.add_argument(
+        "--output", metavar="DIR", default="smollm2-pruned", help="folder for the best model (default: %(default)s)"
     )
-    demo.add_argument("--quick", action="store_true", help="less text and two methods: a check that everything runs")
+    parser.add_argument("--quick", action="store_true", help="use less text and two methods, to see that all runs")
 
-    _command(commands, "doctor", _doctor, "what is installed here, and what is missing for what")
-    return parser
+
+def _add_doctor(commands) -> None:
+    _command(commands, "doctor", _doctor, "list what is installed, and what is missing for which purpose")
 
 
 def _command(commands, name: str, run, help: str) -> argparse.ArgumentParser:
@@ -143,13 +171,61 @@ def _command(commands, name: str, run, help: str) -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face id or folder, .gguf file, or smollm2 (packaged)")
     parser.add_argument(
-        "--allow-pickle", action="store_true", help="read weights from .bin files, which can run code, if need be"
+        "model", metavar="MODEL", help="Hugging Face id, model folder, .gguf file, or smollm2 (from its own package)"
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read weights from .bin files if there are no others; such a file can run any code",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python code that comes with the model"
     )
+
+
+def _add_task_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--eval-data",
+        metavar="DIR",
+        help="folder with the data sets of the tasks, as DIR/ORG/NAME (default: lm-eval downloads them)",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N examples of each task")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="requests of the tasks in one forward pass (default: 8)"
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser, *groups: str) -> None:
+    """Add the flags of some groups of settings. PruneConfig checks their values."""
+    for group in (group for group in GROUPS if group in groups):
+        section = parser.add_argument_group(GROUPS[group])
+        for f in fields(PruneConfig):
+            if f.metadata["group"] == group:
+                _add_setting(section, f)
+
+
+def _add_setting(section, f) -> None:
+    choices, kind = f.metadata["choices"], f.metadata["type"]
+    default = "" if f.default in (None, (), False) else f" (default: {f.default})"
+    metavar = "|".join(choices) if choices else f.name.upper().removeprefix("EVAL_")
+    form = {
+        list: {"action": "append", "metavar": "GLOB"},
+        bool: {"action": "store_true"},
+    }.get(kind, {"type": kind, "metavar": metavar})
+    help = (f.metadata["help"] + default).replace("%", "%%")
+    section.add_argument(flag(f.name), default=argparse.SUPPRESS, help=help, **form)
+
+
+def _given(args: argparse.Namespace) -> dict:
+    """The settings whose flags were given."""
+    return {f.name: getattr(args, f.name) for f in fields(PruneConfig) if hasattr(args, f.name)}
+
+
+def _config(args: argparse.Namespace) -> PruneConfig:
+    """The settings of --config, overridden by the flags that were given."""
+    base = PruneConfig.load(args.config).to_dict() if getattr(args, "config", None) else {}
+    return PruneConfig.from_dict({**base, **_given(args)})
 
 
 def _load(args: argparse.Namespace, config: PruneConfig):
@@ -162,45 +238,13 @@ def _load(args: argparse.Namespace, config: PruneConfig):
     return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
 
 
-def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--eval-data", metavar="DIR", help="data sets of the tasks as DIR/ORG/NAME (default: lm-eval downloads them)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N examples of each task (default: all)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass (8)")
+def _check_texts(*, calibration: str | None = None, eval: str | None = None) -> None:
+    """Read local text files before the model is loaded, so that a mistake shows at once."""
+    from .text.sources import READERS, load_documents
 
-
-def _recipes() -> list[str]:
-    return sorted(path.stem for path in (Path(__file__).parent / "sweep" / "recipes").glob("*.yaml"))
-
-
-def _add_settings(parser: argparse.ArgumentParser, names: list[str]) -> None:
-    """Flags for fields of PruneConfig; which values are allowed is the config's to check."""
-    for f in fields(PruneConfig):
-        if f.name not in names:
-            continue
-        choices, kind = f.metadata["choices"], f.metadata["type"]
-        default = "" if f.default in (None, (), False) else f" ({f.default})"
-        metavar = "|".join(choices) if choices else f.name.upper().replace("EVAL_", "")
-        form = {
-            list: {"action": "append", "metavar": "GLOB"},
-            bool: {"action": "store_true"},
-        }.get(kind, {"type": kind, "metavar": metavar})
-        parser.add_argument(
-            "--" + f.name.replace("_", "-"),
-            default=argparse.SUPPRESS,
-            help=(f.metadata["help"] + default).replace("%", "%%"),
-            **form,
-        )
-
-
-def _config(args: argparse.Namespace) -> PruneConfig:
-    """The settings of --config, overridden by the flags that were given."""
-    base = {}
-    if getattr(args, "config", None):
-        base = PruneConfig.load(args.config).to_dict()
-    given = {f.name: getattr(args, f.name) for f in fields(PruneConfig) if hasattr(args, f.name)}
-    return PruneConfig.from_dict({**base, **given})
+    for purpose, source in (("calibration", calibration), ("eval", eval)):
+        if source and Path(source).suffix.lower() in READERS:
+            load_documents(source, purpose=purpose)
 
 
 def _prune(args: argparse.Namespace) -> None:
@@ -209,15 +253,10 @@ def _prune(args: argparse.Namespace) -> None:
         raise UserError("--output DIR is required (or --dry-run)")
     if config.eval is None and (config.eval_windows or config.eval_seqlen):
         raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
-    from .formats.dense import check_output, model_bytes, save_pruned, verify_finished
+    from .formats.files import check_output
     from .measure.statistics import Statistics
-    from .report import record as report
-    from .run import pipeline
-    from .run.state import RunState
 
-    if args.resume and args.output and Path(args.output, report.FILE_NAME).is_file() and not args.overwrite:
-        verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
-        RunState(args.output).remove()
+    if _is_finished(args, config):
         return print(f"finished    {args.output} holds the result of this command, with the zeros of its report")
     if not args.dry_run:
         inputs = (args.model, args.statistics, config.calibration, config.eval)
@@ -225,52 +264,72 @@ def _prune(args: argparse.Namespace) -> None:
     statistics = Statistics.load(args.statistics) if args.statistics else None
     resolved = config.resolved()
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
-    _check_text(calibration=config.calibration if reads_calibration else None, eval=config.eval)
-    with RunState(None if args.dry_run else args.output, resume=args.resume) as state:
+    _check_texts(calibration=config.calibration if reads_calibration else None, eval=config.eval)
+    if args.dry_run:
+        return _print_plan(_load(args, config)[0], resolved)
+    _prune_and_save(args, config, statistics)
+
+
+def _is_finished(args: argparse.Namespace, config: PruneConfig) -> bool:
+    """Whether --resume meets a complete output; its files are then compared with its report.
+
+    Raises:
+        UserError: the output is of other settings, or differs from its report.
+    """
+    from .report.record import FILE_NAME
+    from .run.save import verify_finished
+    from .run.state import RunState
+
+    if not (args.resume and args.output and Path(args.output, FILE_NAME).is_file() and not args.overwrite):
+        return False
+    verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
+    RunState(args.output).remove()
+    return True
+
+
+def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -> None:
+    from .formats.dense import model_bytes
+    from .formats.files import check_output
+    from .report.text import summary
+    from .run.pipeline import prune
+    from .run.save import save_pruned
+    from .run.stage import StageName
+    from .run.state import RunState
+
+    with RunState(args.output, resume=args.resume) as state:
         start = time.perf_counter()
         model, tokenizer = _load(args, config)
         seconds = time.perf_counter() - start
-        if args.dry_run:
-            return _print_plan(model, resolved)
-        copies = 2 if resolved.runs_blocks else 1  # the pruned blocks are kept for --resume
+        copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
         check_output(args.output, overwrite=args.overwrite, needed_bytes=copies * model_bytes(model))
-        result = pipeline.prune(model, tokenizer, config=config, statistics=statistics, state=state)
-        result.config = {**result.config, "model": args.model, "statistics": args.statistics}
-        result.seconds = {"load": round(seconds, 3), **result.seconds}
-        save_pruned(model, tokenizer, result, args.output, overwrite=args.overwrite)
+        report = prune(model, tokenizer, config=config, statistics=statistics, state=state)
+        report.config = {**report.config, "model": args.model, "statistics": args.statistics}
+        report.seconds = {StageName.LOAD.value: round(seconds, 3), **report.seconds}
+        save_pruned(model, tokenizer, report, args.output, overwrite=args.overwrite)
         state.remove()
-    print(report.summary(result))
+    print(summary(report))
     print(f"saved       {args.output}")
 
 
-def _check_text(*, calibration: str | None = None, eval: str | None = None) -> None:
-    """Local text files are looked at before the model is loaded."""
-    from .text.sources import load_documents
-
-    for purpose, source in (("calibration", calibration), ("eval", eval)):
-        if source and Path(source).suffix.lower() in (".txt", ".jsonl", ".parquet"):
-            load_documents(source, purpose=purpose)
-
-
 def _print_plan(model, config: PruneConfig) -> None:
-    from .allocate import budgets
-    from .methods import prune as methods
+    from .allocate.budgets import keep_total
+    from .methods.prune import asked
     from .model.targets import find_blocks
-    from .run import pipeline
+    from .run.pipeline import plan
 
-    targets, skipped = pipeline.plan(model, config)
-    fixed = config.allocation in ("layer", "uniform", "row") or config.nm
+    targets, skipped = plan(model, config)
+    known = config.allocation in ("layer", "uniform", "row") or config.nm  # how much each matrix loses
     size = removed = 0
     for target in targets:
         rows, cols = target.weight.shape
-        goes = rows * cols - methods.asked(config, target)
+        goes = rows * cols - asked(config, target)
         place = "" if target.slice_of is None else f"  = {target.parameter}[{target.slice_of.index}]"
-        print(f"{target.name}  [{rows}, {cols}]  removes {goes if fixed else 'by its Fisher information'}{place}")
+        print(f"{target.name}  [{rows}, {cols}]  removes {goes if known else 'by its Fisher information'}{place}")
         size, removed = size + rows * cols, removed + goes
     for item in skipped:
         print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")
-    if not fixed:
-        removed = size - budgets.keep_total(size, config.removed)
+    if not known:
+        removed = size - keep_total(size, config.removed)
     total, inside = (sum(p.numel() for p in m.parameters()) for m in (model, find_blocks(model)[1]))
     print(f"these matrices hold {size / inside:.2%} of the parameters of the blocks, {size / total:.2%} of the model's")
     print(f"{len(targets)} matrices of {size} weights, {removed} removed ({removed / size:.4f}); nothing was written")
@@ -282,13 +341,13 @@ def _calibrate(args: argparse.Namespace) -> None:
     if output.suffix != ".safetensors" or not os.access(output.parent, os.W_OK) or output.is_dir():
         raise UserError(f"--output must be a .safetensors file in an existing, writable folder, got {args.output}")
     from .measure.statistics import Statistics
-    from .run import pipeline
+    from .run.pipeline import collect
 
     if output.exists():
-        Statistics.load(output)  # never replace another kind of file
-    _check_text(calibration=config.calibration)
+        Statistics.load(output)  # refuses to replace another kind of file
+    _check_texts(calibration=config.calibration)
     model, tokenizer = _load(args, config)
-    statistics = pipeline.collect(model, tokenizer, config=config)
+    statistics = collect(model, tokenizer, config=config)
     statistics.save(output)
     print(f"statistics of {len(statistics.x2)} matrices saved in {args.output}")
     print(f"next: fwanda prune {args.model} --statistics {args.output} --sparsity 0.5 --output DIR")
@@ -307,53 +366,61 @@ def _eval(args: argparse.Namespace) -> None:
         config = replace(config, eval=config.eval or "wikitext2")
     elif config.eval is not None:
         raise UserError(f"--eval is the text of ppl, got --tasks {args.tasks}; add ppl or leave --eval out")
-    _check_text(eval=config.eval)
-    from .report.record import FILE_NAME, Report
-    from .run import pipeline
+    _check_texts(eval=config.eval)
+    from .run.pipeline import evaluate_model
 
-    if config.bos == "auto" and Path(args.model, FILE_NAME).is_file():
-        bos = Report.load(args.model).bos  # decided on the dense model, when this one was pruned
-        config = replace(config, bos={None: "auto", True: "window", False: "none"}[bos])
+    config = replace(config, bos=_recorded_bos(args.model, config))
     model, tokenizer = _load(args, config)
-    result = pipeline.evaluate_model(model, tokenizer, config=config)
+    result = evaluate_model(model, tokenizer, config=config)
     if tasks:
         result["lm_eval"] = evaluate_tasks(model, tokenizer, tasks, **settings)
     print(json.dumps({"model": args.model, **result}, indent=1))
 
 
+def _recorded_bos(model: str, config: PruneConfig) -> str:
+    """--bos; "auto" becomes what the dense model decided, if the model is a folder that fwanda wrote."""
+    from .report.record import FILE_NAME, Report
+
+    if config.bos != "auto" or not Path(model, FILE_NAME).is_file():
+        return config.bos
+    return {None: "auto", True: "window", False: "none"}[Report.load(model).bos]
+
+
 def _task_settings(args: argparse.Namespace) -> dict:
-    """Arguments of evaluate_tasks(), those that were given."""
+    """The arguments of evaluate_tasks() whose flags were given."""
     given = {"data_dir": args.eval_data, "limit": args.limit, "batch_size": args.batch_size}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _sweep(args: argparse.Namespace) -> None:
     from .evaluate.tasks import check_tasks
-    from .sweep import run as sweep
-    from .sweep import tables as sweep_report
+    from .sweep.figures import check_installed, draw
+    from .sweep.recipe import Recipe
+    from .sweep.run import TaskSettings, run
+    from .sweep.tables import lines_of, markdown, write_tables
 
-    sweep_report.check_installed()
-    given = {f.name: getattr(args, f.name) for f in fields(PruneConfig) if hasattr(args, f.name)}
-    recipe = sweep.Recipe.load(args.recipe, given)
+    check_installed()
+    recipe = Recipe.load(args.recipe, _given(args))
     for config in recipe.cells:
-        _check_text(calibration=config.calibration, eval=config.eval)
+        _check_texts(calibration=config.calibration, eval=config.eval)
+    settings = _task_settings(args)
     if recipe.tasks:
-        check_tasks(recipe.tasks, **_task_settings(args))
+        check_tasks(recipe.tasks, **settings)
     model, tokenizer = _load(args, recipe.cells[0])
-    options = {"eval_data": args.eval_data, "batch_size": args.batch_size, "limit": args.limit}
     try:
-        cells = sweep.run(model, tokenizer, recipe, args.output, source=args.model, **options)
+        cells = run(model, tokenizer, recipe, args.output, source=args.model, tasks=TaskSettings(**settings))
     except KeyboardInterrupt as interrupt:
         interrupt.args = ("the same command goes on",)
         raise
-    found = sweep_report.lines(recipe.cells, cells)
-    paths = sweep_report.write(found, args.output)
-    print(sweep_report.markdown(found))
+    lines = lines_of(recipe.cells, cells)
+    paths = write_tables(lines, args.output) + draw(lines, args.output)
+    print(markdown(lines))
     print("\n".join(map(str, paths)))
 
 
 def _report(args: argparse.Namespace) -> None:
-    from .report.record import Report, table
+    from .report.record import Report
+    from .report.text import table
 
     reports = {path: Report.load(path) for path in args.reports}
     print(table([(f"{path} ({report.config.get('model')})", report) for path, report in reports.items()]))

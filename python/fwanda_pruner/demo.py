@@ -11,10 +11,11 @@ from pathlib import Path
 from .config import PruneConfig
 from .errors import UserError
 from .evaluate import perplexity as evaluate
-from .formats.dense import check_output, save_pruned
+from .formats.files import check_output
 from .model.load import load_model
 from .report.record import FILE_NAME
 from .run.pipeline import collect, prune
+from .run.save import save_pruned
 from .run.texts import protocol
 from .text.sources import SAMPLE
 from .text.windows import evaluation_tokens

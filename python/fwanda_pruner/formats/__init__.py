@@ -1,1 +1,12 @@
-"""Model folders on disk: write, load, count zeros, verify."""
+"""Formats of pruned models on disk.
+
+Each format is one module that offers the same four functions:
+
+    write(folder, model, tokenizer)         write a model into an existing empty folder
+    load(name, ...)                         read a model back
+    count_zeros(folder, names, ...)         count the zeros of matrices in the files
+    verify(folder, expected, ...)           compare these counts with the expected ones
+
+`dense` is the plain Hugging Face folder. A new format is a new module beside it; run/save.py chooses between them.
+`files` makes files and folders appear whole or not at all; `audit` counts zeros in safetensors files.
+"""

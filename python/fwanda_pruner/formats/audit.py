@@ -2,14 +2,15 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, one_line
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -31,6 +32,22 @@ class ZeroCount(NamedTuple):
 
     zeros: int
     weights: int
+
+
+class WrongZeros(RuntimeError):
+    """A matrix in the files does not hold the zeros that it should.
+
+    Args:
+        name: module that owns the matrix.
+        count: what the files hold.
+        expected: what they should hold.
+    """
+
+    def __init__(self, name: str, count: ZeroCount, expected: ZeroCount):
+        super().__init__(
+            f"{name} holds {count.zeros} zeros in {count.weights} weights, expected {expected.zeros} in "
+            f"{expected.weights}"
+        )
 
 
 def audit(
@@ -56,17 +73,22 @@ def audit(
                 raise UserError(f"{folder}: no tensor {part.tensor} in the saved files")
             by_file[files[part.tensor]].append((name, part))
     counts = {name: ZeroCount(0, 0) for name in names}
-    for file, held in by_file.items():
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name, (tensor, index) in held:
-                    values = tensors.get_tensor(tensor) if index is None else tensors.get_slice(tensor)[index]
-                    zeros, weights = counts[name]
-                    zeros += values.numel() - int(torch.count_nonzero(values))
-                    counts[name] = ZeroCount(zeros, weights + values.numel())
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file}: cannot be read: {error}") from error
+    for file, owned in by_file.items():
+        for (name, _), values in zip(owned, _read(file, [part for _, part in owned]), strict=True):
+            zeros, weights = counts[name]
+            zeros += values.numel() - int(torch.count_nonzero(values))
+            counts[name] = ZeroCount(zeros, weights + values.numel())
     return counts
+
+
+def _read(file: Path, parts: Iterable[Part]) -> Iterator[Tensor]:
+    """The values of parts of a file, one after the other."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for tensor, index in parts:
+                yield tensors.get_tensor(tensor) if index is None else tensors.get_slice(tensor)[index]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
 def stored_tensors(folder: str | Path) -> dict[str, Path]:
@@ -86,5 +108,5 @@ def stored_tensors(folder: str | Path) -> dict[str, Path]:
         else:
             raise UserError(f"{folder} holds no {_SINGLE} and no {_INDEX}; give the folder of a saved model")
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise UserError(f"{folder}: its list of tensors cannot be read: {error}") from error
+        raise UserError(f"{folder}: its list of tensors cannot be read: {one_line(error)}") from error
     return {name: folder / file for name, file in files.items()}

@@ -1,1 +1,1 @@
-"""The record of a run, and texts made from records alone."""
+"""The record of a run (`record`), and what is made of it: tables and summaries (`text`) and model cards (`card`)."""

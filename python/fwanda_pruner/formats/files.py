@@ -1,0 +1,236 @@
+"""Files and folders that appear whole or not at all, whatever interrupts the process that writes them."""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..errors import UserError
+
+_LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_WRITABLE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """Yields a temporary path to write; it is renamed to `path` on success and removed on any exception.
+
+    Args:
+        path: the final file. An existing file is replaced. The folder must exist.
+
+    Raises:
+        UserError: the disk is full, or the folder is not writable.
+    """
+    path = _resolve(path)
+    temporary = _hidden_name(path, "tmp")
+    try:
+        with user_errors(path):
+            yield temporary
+            _finish_file(temporary)
+            os.replace(temporary, path)
+            _fsync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
+    """Yields a new hidden folder to fill; it is renamed to `output` on success and removed on any exception.
+
+    The folder lies beside `output`, and all in it is flushed to disk before the rename. With `overwrite`, a failure
+    brings the old folder back. Parents that this function made and that stay empty are removed again.
+
+    Args:
+        output: the final folder. Missing parents are made.
+        overwrite: replace a folder that is not empty.
+        needed_bytes: free space that the disk must have.
+
+    Raises:
+        UserError: see check_output(); or the disk becomes full or not writable later.
+    """
+    output = _resolve(output)
+    remove_leftovers(output)
+    check_output(output, overwrite=overwrite, needed_bytes=needed_bytes)
+    temporary, aside = _hidden_name(output, "tmp"), _hidden_name(output, "old")
+    made = [folder for folder in output.parents if not folder.exists()]
+    try:
+        with user_errors(output):
+            temporary.mkdir(parents=True)
+            yield temporary
+            _finish_folder(temporary)
+            _swap(temporary, output, aside if overwrite else None)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if output.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            for folder in made:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+
+def check_output(
+    output: str | Path, *, overwrite: bool, needed_bytes: int = 0, inputs: Iterable[str | None] = ()
+) -> None:
+    """Refuses an output folder that could not be written. Writes nothing.
+
+    Args:
+        output: the folder to be made. Its parents may be missing.
+        overwrite: accept a folder that is not empty, unless it is or contains the current or the home folder.
+        needed_bytes: free space that the disk must have.
+        inputs: paths or names of what the run reads. An output that is or contains one of them is refused.
+
+    Raises:
+        UserError: `output` is a file, a mount point, not empty, in a folder that is not writable, or the disk is too
+            small.
+    """
+    output = _resolve(output)
+    for name in inputs:
+        path = Path(name).resolve() if name and os.path.exists(name) else None
+        if path is not None and (path == output or output in path.parents):
+            raise UserError(f"output {output} is or contains {name}, which this run reads; choose another folder")
+    if not output.name or os.path.ismount(output):
+        raise UserError(f"output {output} is a mount point and cannot be replaced; choose a folder inside it")
+    parent = next(folder for folder in output.parents if os.path.lexists(folder))
+    if os.path.lexists(output) and not output.is_dir():
+        raise UserError(f"output {output} is a file; expected a folder")
+    if not parent.is_dir():
+        raise UserError(f"output {output}: {parent} is a file; expected a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"output {output}: {parent} is not writable; choose another folder")
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise UserError(f"output {output} exists and is not empty; choose another folder or pass --overwrite")
+        if any(place == output or output in place.parents for place in (Path.cwd(), Path.home())):
+            raise UserError(
+                f"output {output} is or contains the current or the home folder, which is never overwritten; choose "
+                f"another folder"
+            )
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise UserError(f"output {output} needs {_size(needed_bytes)}, the disk has {_size(free)} free; make room")
+
+
+def remove_leftovers(output: str | Path) -> None:
+    """Removes what killed processes left beside `output`. A folder that one had only moved aside comes back.
+
+    Temporary names hold the id of their process, so what living processes write stays.
+    """
+    output = _resolve(output)
+    if not output.parent.is_dir():
+        return
+    pattern = re.compile(re.escape(f".{output.name}.") + r"(\d+)-[0-9a-f]{8}\.(tmp|old)")
+    for path in output.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if not match or _is_alive(int(match[1])):
+            continue
+        if match[2] == "old" and not output.exists():
+            os.rename(path, output)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def user_errors(output: Path) -> Iterator[None]:
+    """Turns what the file system refuses into a UserError of one line that names `output`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        # safetensors and tokenizers give the number of a system error only in their text
+        number = getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
+        if number in _DISK_FULL:
+            free = shutil.disk_usage(next(folder for folder in output.parents if folder.exists())).free
+            raise UserError(f"output {output}: no space left on the disk ({_size(free)} free); make room") from error
+        if number in _NOT_WRITABLE:
+            raise UserError(f"output {output}: not writable ({os.strerror(number)}); choose another folder") from error
+        if number == errno.ENOENT:
+            raise UserError(f"output {output}: {output.parent} is gone; run again") from error
+        if number == errno.ENOTEMPTY:
+            raise UserError(
+                f"output {output}: another process filled it meanwhile; choose another folder or pass --overwrite"
+            ) from error
+        raise
+
+
+def _resolve(path: str | Path) -> Path:
+    """The absolute path, links followed; refuses names that the file system could not take."""
+    try:
+        resolved = Path(path).resolve()
+        os.path.lexists(resolved)
+        too_long = len(os.fsencode(resolved.name)) > _LONGEST_NAME
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"output {str(path)[:200]} is not a usable path: {error}") from error
+    if too_long:
+        raise UserError(
+            f"output {str(path)[:80]}...: its name has more than {_LONGEST_NAME} bytes; choose a shorter one"
+        )
+    return resolved
+
+
+def _hidden_name(path: Path, ending: str) -> Path:
+    """A new hidden name beside `path` that holds the id of this process; see remove_leftovers()."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.{ending}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _finish_file(path: Path) -> None:
+    """Gives a file the mode of any new file (safetensors writes 0600), and flushes it to disk."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+    _fsync(path)
+
+
+def _finish_folder(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _finish_file(path)
+        else:
+            _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(temporary: Path, output: Path, aside: Path | None) -> None:
+    """Renames `temporary` to `output`. What was there goes to `aside` first and comes back on failure."""
+    try:
+        if aside is not None and output.exists():
+            os.rename(output, aside)
+        os.rename(temporary, output)
+    except BaseException:
+        if aside is not None and aside.exists() and not output.exists():
+            os.rename(aside, output)
+        raise
+    _fsync(output.parent)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,101 @@
+"""Reports as text: a table that compares runs, and the summary that closes a run."""
+
+from .record import MatrixRow, Report
+
+_PROTOCOL = ("seqlen", "windows", "tokens_sha256", "bos", "tokenizer")  # keys of Report.perplexity
+
+
+def table(reports: list[tuple[str, Report]]) -> str:
+    """Aligned tables of reports, one table for each evaluation protocol.
+
+    Perplexities of different protocols never share a table. Rows keep their order.
+
+    Args:
+        reports: (label, report) of each run.
+    """
+    groups: dict[str, list[tuple[str, Report]]] = {}
+    for label, report in reports:
+        groups.setdefault(_protocol(report), []).append((label, report))
+    return "\n\n".join(f"{protocol}\n{_grid(rows)}" for protocol, rows in groups.items())
+
+
+def summary(report: Report) -> str:
+    """The result of a run in a few lines: sparsity, coverage, perplexity, cost, and the matrices that were skipped."""
+    skipped = [row for row in report.matrices if row.skipped is not None]
+    sparsity, coverage = report.sparsity, report.coverage
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
+    lines = [
+        f"sparsity    {_percent(sparsity['matrices'])} of {len(report.matrices) - len(skipped)} pruned matrices"
+        f" (asked {_percent(sparsity['asked'])}), {_percent(sparsity['model'])} of the model",
+        f"coverage    {_percent(coverage['blocks'])} of the block parameters lie in pruned matrices,"
+        f" {_percent(coverage['model'])} of the model's",
+        f"perplexity  {_perplexities(report)}  ({_protocol(report)})",
+        f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
+        f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
+        f"energy      {_energy(report)}",
+    ]
+    return "\n".join(lines + [f"skipped     {line}" for line in skipped_lines(skipped)])
+
+
+def skipped_lines(rows: list[MatrixRow]) -> list[str]:
+    """One line for each reason: the first matrix, the number of others, their weights, and the reason.
+
+    Args:
+        rows: matrices that were skipped.
+    """
+    by_reason: dict[str, list[MatrixRow]] = {}
+    for row in rows:
+        by_reason.setdefault(row.skipped, []).append(row)
+    return [
+        f"{same[0].name}{f' and {len(same) - 1} more' if len(same) > 1 else ''}"
+        f" ({sum(row.numel for row in same)} weights): {reason}"
+        for reason, same in by_reason.items()
+    ]
+
+
+def _grid(rows: list[tuple[str, Report]]) -> str:
+    cells = [("model", "method", "allocation", "sparsity", "perplexity", "seconds")]
+    for label, report in rows:
+        method = " ".join(str(report.config[key]) for key in ("method", "pattern") if report.config.get(key))
+        cells.append((
+            label,
+            method or "-",
+            str(report.config.get("allocation") or "-"),
+            _percent(report.sparsity["matrices"]),
+            _perplexities(report),
+            f"{sum(report.seconds.values()):.1f}",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+def _protocol(report: Report) -> str:
+    """How the perplexity of a report was measured."""
+    if report.perplexity is None:
+        return "perplexity not measured"
+    seqlen, windows, sha256, bos, tokenizer = (report.perplexity.get(key) for key in _PROTOCOL)
+    parts = [
+        f"{windows} windows of {seqlen}",
+        f"BOS {'in each window' if bos else 'none'}",
+        f"tokens {str(sha256)[:12]}",
+    ]
+    return ", ".join(parts + [f"tokenizer {tokenizer}"] * (tokenizer is not None))
+
+
+def _perplexities(report: Report) -> str:
+    if report.perplexity is None:
+        return "-"
+    return f"{report.perplexity['dense']:.2f} -> {report.perplexity['pruned']:.2f}"
+
+
+def _energy(report: Report) -> str:
+    if isinstance(report.energy, str):
+        return report.energy
+    total = report.energy_details["total"]
+    net = "" if total["net_joules"] is None else f", {total['net_joules']:.0f} J net"
+    flag = "" if total["flag"] is None else f" ({total['flag']})"
+    return f"{report.energy:.0f} J gross{net}{flag}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
