@@ -1,4 +1,4 @@
-"""What an interrupted run has finished, beside its output, so that the same command can go on with --resume."""
+"""The finished stages of a run, kept on disk until it ends, so that --resume can continue an interrupted run."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, one_line
-from ..formats.dense import atomic_file, user_errors
+from ..formats.files import atomic_file, user_errors
 
-_FACTS, _SHA256 = "fwanda", "sha256"  # the entries of a file's metadata
-_OWN = re.compile(r"lock|[a-z]+(-\d+)?\.safetensors|\..+\.tmp")  # names of what a run writes
-_RUN = "run"  # the stage that says which run it is
+_FACTS, _SHA256 = "fwanda", "sha256"  # keys in the metadata of a stage file
+_OWN_NAMES = re.compile(r"lock|[a-z]+(-\d+)?\.safetensors|\..+\.tmp")  # the files that a run writes here
+_RUN = "run"  # a stage without tensors, whose facts identify the run
 
 
 class RunState:
-    """The finished stages of a run, each a file that appears whole or not at all.
+    """Keeps the finished stages of a run on disk, and gives them back to a run that resumes it.
 
-    They lie in the hidden folder `.NAME.resume` beside the output NAME, which one process at a time may use. Without a
-    folder nothing is kept.
+    Each stage is one file, which appears whole or not at all. The files lie in the hidden folder `.NAME.resume` beside
+    the output NAME. Only one process at a time may use this folder.
+
+    A stage has tensors and facts. Facts are any JSON value.
 
     Args:
-        output: the folder that the run will write; None keeps nothing.
-        resume: go on with what is there; otherwise it is removed.
+        output: the folder that the run will write. None keeps nothing.
+        resume: keep the stages of an interrupted run. Otherwise they are removed.
 
     Attributes:
-        notes: the warnings so far; kept with each stage, and brought back with it.
-        resumed: whether anything was there to go on with.
+        notes: the warnings of the run so far. Each stage keeps them, and brings them back.
+        resumed: whether the folder held stages of an interrupted run.
 
     Raises:
         UserError: another process writes the same output, or the folder cannot be written.
@@ -48,10 +50,10 @@ class RunState:
             return
         output = Path(output).resolve()
         self.folder = output.with_name(f".{output.name}.resume")
-        found = _own_files(self.folder)
+        paths = _own_files(self.folder)
         with user_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  held until the process ends
+            self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  stays open until the process ends
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -59,15 +61,15 @@ class RunState:
                     f"another process is writing {output}; wait for it, or choose another --output"
                 ) from error
             if not resume:
-                for path in found:
+                for path in paths:
                     path.unlink(missing_ok=True)
-            self.resumed = resume and bool(found)
+            self.resumed = resume and bool(paths)
 
     def __enter__(self) -> RunState:
         return self
 
     def __exit__(self, _kind, error: BaseException | None, *_) -> None:
-        """Leave the finished stages for --resume; a folder without any goes."""
+        """Leaves the finished stages for --resume, and removes a folder that has none."""
         if self.folder is None:
             return
         if all(path == self._path(_RUN) for path in self.folder.glob("*.safetensors")):
@@ -76,30 +78,31 @@ class RunState:
             error.args = ("the same command with --resume goes on",)
 
     def identify(self, facts: dict) -> None:
-        """Say which run this is, before anything is recalled.
+        """Records which run this is, or checks that it is the interrupted one. Call it before recall().
 
         Args:
-            facts: JSON values that must be the same for the results to be.
+            facts: all that the results depend on, as JSON values by name.
 
         Raises:
-            UserError: the folder is of a run with other facts, naming the first that differs.
+            UserError: the interrupted run had other facts; the message names one that differs.
         """
         facts = json.loads(json.dumps(facts))
-        kept = self.recall(_RUN)
-        if kept is None:
+        interrupted = self.recall(_RUN)
+        if interrupted is None:
             return self.keep(_RUN, {}, facts)
-        for key in facts.keys() | kept[1].keys():
-            if facts.get(key) != kept[1].get(key):
+        _, before = interrupted
+        for key in facts.keys() | before.keys():
+            if facts.get(key) != before.get(key):
                 raise UserError(
-                    f"the interrupted run had {key} {_short(kept[1].get(key))}, this one has {_short(facts.get(key))}; "
-                    f"give the same command, or leave --resume out to start afresh"
+                    f"the interrupted run had {key} {_short(before.get(key))}, this one has {_short(facts.get(key))}; "
+                    f"give the same command, or start over without --resume"
                 )
 
     def recall(self, stage: str) -> tuple[dict[str, Tensor], dict] | None:
-        """Tensors and facts of a stage that was kept, on the CPU; None if it was not.
+        """Reads a stage: its tensors, on the CPU, and its facts. None if it was not kept.
 
         Raises:
-            UserError: its file is broken.
+            UserError: the file of the stage is broken.
         """
         if self.folder is None or not (path := self._path(stage)).is_file():
             return None
@@ -117,30 +120,30 @@ class RunState:
             self.notes += [note for note in facts["notes"] if note not in self.notes]
             return tensors, facts["facts"]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise UserError(f"{path} is broken ({one_line(error)}); leave --resume out to start afresh") from error
+            raise UserError(f"{path} is broken ({one_line(error)}); start over without --resume") from error
 
     def keep(self, stage: str, tensors: Mapping[str, Tensor], facts: object = None) -> None:
-        """Keep a stage: its tensors, and facts that JSON can hold.
+        """Writes a stage. An existing stage of that name is replaced.
 
         Raises:
-            UserError: the disk is full, or the folder is gone or cannot be written.
+            UserError: the disk is full, or the folder is gone or not writable.
         """
         if self.folder is None:
             return
         from safetensors.torch import save_file
 
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         text = json.dumps({"stage": stage, "facts": facts, "notes": self.notes})
         with atomic_file(self._path(stage)) as temporary:
-            save_file(whole, temporary, metadata={_FACTS: text, _SHA256: _hash(whole, text)})
+            save_file(on_cpu, temporary, metadata={_FACTS: text, _SHA256: _hash(on_cpu, text)})
 
     def forget(self, stage: str) -> None:
-        """Remove a stage that a later one replaces."""
+        """Removes a stage that is no longer needed."""
         if self.folder is not None:
             self._path(stage).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder: the run is finished."""
+        """Removes all stages and the folder. Call it when the run is finished."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._lock.close()
@@ -151,7 +154,7 @@ class RunState:
 
 
 def _hash(tensors: Mapping[str, Tensor], facts: str) -> str:
-    """sha256 of a stage: names, dtypes, shapes and bytes of the tensors, and the facts."""
+    """sha256 of the names, dtypes, shapes and bytes of the tensors, and of the text of the facts."""
     digest = hashlib.sha256(facts.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -161,19 +164,19 @@ def _hash(tensors: Mapping[str, Tensor], facts: str) -> str:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """What runs left in a state folder, but for the lock; nothing if there is no such folder.
+    """The files that earlier runs left in a folder, without the lock. None exist if there is no such folder.
 
     Raises:
-        UserError: it is a link or a file, or holds what no run wrote: nothing in it is touched then.
+        UserError: the folder is a link or a file, or holds files that no run writes. Nothing in it is changed.
     """
     if not os.path.lexists(folder):
         return []
     if folder.is_symlink() or not folder.is_dir():
-        raise UserError(f"{folder} is not the folder of an interrupted run; move it away, or choose another --output")
+        raise UserError(f"{folder} is not a folder of an interrupted run; move it away, or choose another --output")
     paths = list(folder.iterdir())
     for path in paths:
-        if not _OWN.fullmatch(path.name) or path.is_symlink() or not path.is_file():
-            raise UserError(f"{path} is not of an interrupted run; move it away, or choose another --output")
+        if not _OWN_NAMES.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+            raise UserError(f"{path} was not written by an interrupted run; move it away, or choose another --output")
     return [path for path in paths if path.name != "lock"]
 
 
