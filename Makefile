@@ -30,6 +30,8 @@ bench: $(STAMP) $(CPU_LIBRARY)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 matrix: test
 	$(PYTHON) -m venv --clear $(BARE)
@@ -42,7 +44,7 @@ matrix: test
 	$(OLD)/bin/python -m pytest -q
 
 clean:
-	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 
 # torch comes first and stays pinned in the second call, so that no extra replaces it.
 $(STAMP): pyproject.toml setup.py

@@ -100,6 +100,7 @@ def test_parquet_without_text_or_with_a_null_is_refused(tmp_path):
         load_documents(str(path), purpose="calibration")
 
 
+@pytest.mark.fault("no network")
 @pytest.mark.parametrize("name", ["none.txt", "none.jsonl", "none.parquet", "none"])
 def test_a_missing_file_is_refused_without_asking_the_network(tmp_path, loader, name):
     with pytest.raises(UserError, match="(?i)no such file"):
@@ -134,6 +135,7 @@ def test_the_sample_is_split_into_disjoint_parts_that_cover_it():
     assert not set(calibration) & set(held_out)
 
 
+@pytest.mark.fault("protocol")
 def test_wikitext2_is_train_rows_for_calibration_and_joined_test_rows_for_eval(loader):
     loader.splits.update(train={"text": ["", " a \n", " b \n"]}, test={"text": [" c \n", "", " d \n"]})
     assert list(load_documents("wikitext2", purpose="calibration")) == ["", " a \n", " b \n"]
@@ -164,6 +166,7 @@ def test_a_dataset_without_text_column_is_refused(loader):
         load_documents("some/set", purpose="calibration")
 
 
+@pytest.mark.fault("no network")
 def test_a_dataset_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch):
     def offline(*_, **__):
         raise ConnectionError("Couldn't reach the hub\n(retried 5 times)")
@@ -223,6 +226,7 @@ def test_more_samples_than_windows_come_from_random_offsets_with_one_warning(tmp
     assert set(map(tuple, tokens.tolist())) == inside, "every offset, the last included, is drawn"
 
 
+@pytest.mark.fault("nsamples")
 @pytest.mark.parametrize(("nsamples", "count"), [(1, 1), (7, 1), (15, 1), (16, 0), (100, 0)])
 def test_fewer_than_16_samples_work_with_one_warning(jsonl, tokenizer, nsamples, count):
     with warnings.catch_warnings(record=True) as caught:
@@ -259,6 +263,7 @@ def test_c4_takes_windows_of_single_documents_longer_than_the_window(loader, tok
     assert tokens.tolist() == expected
 
 
+@pytest.mark.fault("short documents")
 def test_c4_without_a_long_document_ends_with_an_error(loader, tokenizer):
     loader.splits.update(train={"text": sentences(20)})
     with pytest.raises(UserError, match="none of 20 documents is longer than 500 tokens"):
@@ -383,6 +388,7 @@ def test_the_hash_is_that_of_little_endian_int64_rows_whatever_dtype_and_strides
     assert tokens_sha256(tokens.T) != expected
 
 
+@pytest.mark.fault("untruncated text")
 def test_a_tokenizer_with_a_length_limit_neither_truncates_nor_warns(tmp_path, caplog):
     tokenizer = byte_tokenizer()
     path = Path(tmp_path / "a.txt")

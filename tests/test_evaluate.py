@@ -130,6 +130,7 @@ def test_choose_bos_is_no_without_a_bos_token_or_with_nan_losses(model):
     assert choose_bos(broken, SimpleNamespace(bos_token_id=0), window) is False
 
 
+@pytest.mark.fault("broken checkpoint")
 def test_check_dense_is_silent_below_a_tenth_of_the_vocabulary_and_warns_from_there_in_one_line():
     assert check_dense(19.92, 49152) is None
     assert check_dense(4915.1, 49152) is None
@@ -137,6 +138,7 @@ def test_check_dense_is_silent_below_a_tenth_of_the_vocabulary_and_warns_from_th
     assert "4915.2" in warning and "49152" in warning and "\n" not in warning
 
 
+@pytest.mark.fault("broken checkpoint")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_check_dense_refuses_what_is_not_finite(value):
     with pytest.raises(UserError, match=f"perplexity {value}"):

@@ -11,6 +11,8 @@ from fwanda_pruner.model.load import load_model
 from fwanda_pruner.model.targets import find_blocks, find_targets
 
 
+@pytest.mark.fault("model classes")
+@pytest.mark.fault("fused experts")
 @pytest.mark.parametrize("settings", [*RUNS, {"method": "fwanda", "allocation": "row"}], ids=run_name)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_every_expert_is_pruned_exactly_and_the_router_stays_dense(family, settings):
@@ -100,6 +102,7 @@ def test_statistics_of_an_expert_are_those_of_the_tokens_routed_to_it(family):
         assert total == 2 * TEXT.numel()
 
 
+@pytest.mark.fault("unrouted expert")
 @pytest.mark.parametrize("settings", [{"method": "fwanda", "allocation": "global"}, {"method": "sparsegpt"}], ids=str)
 def test_an_expert_that_saw_no_token_is_named_and_ranked_by_magnitude(settings):
     model, dense = build("gpt_oss"), build("gpt_oss")
@@ -117,6 +120,7 @@ def test_an_expert_that_saw_no_token_is_named_and_ranked_by_magnitude(settings):
             assert before.weight.abs()[kept].view(-1, 24).amin(1).ge(ranked[:, 23]).all()
 
 
+@pytest.mark.fault("reload")
 @pytest.mark.parametrize("family", EXPERTS)
 def test_a_saved_model_of_experts_loads_with_the_zeros_of_its_report(family, tmp_path, recwarn):
     model = build(family)
@@ -167,6 +171,7 @@ def test_experts_that_compute_something_else_are_refused_with_the_reason():
     assert split_experts(nn.Conv1d(4, 4, 3)) is None and count_experts(nn.Conv1d(4, 4, 3)) == 0
 
 
+@pytest.mark.fault("fused experts")
 def test_experts_that_cannot_be_split_are_listed_with_the_reason_and_left_dense():
     model = build("gpt_oss")
     model.model.layers[1].mlp.experts.forward = lambda *args, **kwargs: 0

@@ -102,6 +102,7 @@ def test_no_variant_depends_on_how_the_passes_run(fisher, settings, monkeypatch)
     assert_close(other, {name: one.layer(name).omega for name in one.g2})
 
 
+@pytest.mark.fault("memory while calibrating")
 @pytest.mark.parametrize("fisher", ["true", "mean"])
 def test_a_start_from_the_beginning_counts_nothing_twice_and_draws_the_same_labels(fisher, monkeypatch):
     from fwanda_pruner.engine import loop as passes

@@ -109,6 +109,7 @@ def replaced(value, path, new):
 JSONL = "".join(json.dumps({"text": f"line {i} ü"}, ensure_ascii=i % 2 == 0) + "\n" for i in range(5)).encode()
 
 
+@pytest.mark.fault("fuzz", trials=4 * EXAMPLES)
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 @pytest.mark.parametrize("purpose", ["calibration", "eval"])
 def test_text_of_any_bytes_is_read_or_refused(suffix, purpose, tmp_path):
@@ -122,6 +123,7 @@ def test_text_of_any_bytes_is_read_or_refused(suffix, purpose, tmp_path):
     run()
 
 
+@pytest.mark.fault("fuzz", trials=EXAMPLES)
 def test_jsonl_of_any_values_is_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(st.lists(st.one_of(VALUES, st.fixed_dictionaries({"text": VALUES})), min_size=1, max_size=3))
@@ -136,6 +138,7 @@ def test_jsonl_of_any_values_is_read_or_refused(tmp_path):
     run()
 
 
+@pytest.mark.fault("fuzz", trials=3 * EXAMPLES)
 @pytest.mark.parametrize("compression", ["none", "snappy", "gzip"])
 def test_parquet_of_any_bytes_is_read_or_refused(compression, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
@@ -166,6 +169,7 @@ def use_statistics(file) -> None:
     prune(MODEL, statistics=Statistics.load(file), method="fwanda", sparsity=0, progress=False)
 
 
+@pytest.mark.fault("fuzz", trials=EXAMPLES)
 def test_statistics_of_any_bytes_are_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(changed(statistics_file(tmp_path)))
@@ -176,6 +180,7 @@ def test_statistics_of_any_bytes_are_read_or_refused(tmp_path):
     run()
 
 
+@pytest.mark.fault("fuzz", trials=EXAMPLES)
 def test_statistics_of_any_facts_and_shapes_are_read_or_refused(tmp_path):
     valid = statistics_file(tmp_path)
     header = json.loads(valid[8 : 8 + int.from_bytes(valid[:8], "little")])
@@ -209,6 +214,7 @@ def show_report(file) -> None:
     table([("a", Report.load(file))]).encode()
 
 
+@pytest.mark.fault("fuzz", trials=EXAMPLES)
 def test_a_report_of_any_bytes_is_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(changed(json.dumps(make_report().to_dict()).encode()))
@@ -219,6 +225,7 @@ def test_a_report_of_any_bytes_is_read_or_refused(tmp_path):
     run()
 
 
+@pytest.mark.fault("fuzz", trials=3 * EXAMPLES)
 def test_a_report_of_any_values_is_read_or_refused(tmp_path):
     valid = make_report().to_dict()
 
@@ -237,6 +244,7 @@ def test_a_report_of_any_values_is_read_or_refused(tmp_path):
 SETTINGS = PruneConfig(include=("*.mlp.*",), pattern="2:4", max_memory="16GiB").resolved().to_dict()
 
 
+@pytest.mark.fault("fuzz", trials=EXAMPLES)
 def test_settings_of_any_bytes_are_read_or_refused(tmp_path):
     @fuzz()
     @hypothesis.given(changed(yaml.safe_dump(SETTINGS).encode()))
@@ -247,6 +255,7 @@ def test_settings_of_any_bytes_are_read_or_refused(tmp_path):
     run()
 
 
+@pytest.mark.fault("fuzz", trials=3 * EXAMPLES)
 def test_settings_of_any_values_are_read_or_refused(tmp_path):
     @fuzz(3 * EXAMPLES)
     @hypothesis.given(st.sampled_from(sorted(SETTINGS)), VALUES)
@@ -261,6 +270,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
+@pytest.mark.fault("fuzz")
 @pytest.mark.parametrize(
     "text",
     [
@@ -279,6 +289,7 @@ def test_settings_made_to_hurt_are_refused(text, tmp_path):
     check(PruneConfig.load, tmp_path / "a.yaml")
 
 
+@pytest.mark.fault("fuzz", trials=EXAMPLES)
 def test_safetensors_headers_of_any_bytes_are_read_or_refused(tmp_path):
     small = {"vocab_size": 4, "hidden_size": 4, "intermediate_size": 4, "tie_word_embeddings": True}
     tiny.llama(blocks=1, **small, num_attention_heads=1, num_key_value_heads=1).save_pretrained(tmp_path)
@@ -293,6 +304,7 @@ def test_safetensors_headers_of_any_bytes_are_read_or_refused(tmp_path):
     run()
 
 
+@pytest.mark.fault("fuzz", trials=EXAMPLES // 2)
 def test_gguf_of_any_bytes_is_read_or_refused(tmp_path):
     pytest.importorskip("accelerate")
     write_tiny_gguf(tmp_path / "valid")
@@ -306,6 +318,7 @@ def test_gguf_of_any_bytes_is_read_or_refused(tmp_path):
     run()
 
 
+@pytest.mark.fault("fuzz", trials=3 * EXAMPLES)
 @pytest.mark.parametrize("read", [load_model, lambda name: load_documents(name, purpose="eval"), Report.load])
 def test_names_of_any_characters_are_read_or_refused(read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.fault("n:m meaning")
 def test_prune_one_of_four_is_keep_three_of_four():
     assert [kept_of(1, 4), kept_of(2, 4), kept_of(3, 4), kept_of(0, 4), kept_of(4, 4)] == [3, 2, 1, 4, 0]
     weight, ones = torch.randn(4, 16), torch.ones(16)

@@ -116,6 +116,7 @@ def test_cuda_without_cuda_is_refused(folder, monkeypatch):
     assert "CUDA" in refusal(folder, device="cuda")
 
 
+@pytest.mark.fault("quantised")
 @pytest.mark.parametrize("method", ["gptq", "bitsandbytes", "compressed-tensors"])
 def test_a_quantised_config_is_refused_by_name_before_weights_are_read(folder, method, monkeypatch):
     forbid_weights(monkeypatch)
@@ -123,6 +124,7 @@ def test_a_quantised_config_is_refused_by_name_before_weights_are_read(folder, m
     assert method in refusal(folder)
 
 
+@pytest.mark.fault("quantised")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_weights_stored_quantised_without_a_config_are_refused_before_they_are_read(folder, dtype, monkeypatch):
     forbid_weights(monkeypatch)
@@ -149,6 +151,7 @@ def test_other_kinds_of_model_are_refused_before_weights_are_read(folder, change
     assert "not a causal language model" in message or "cannot run on text alone" in message
 
 
+@pytest.mark.fault("reload")
 def test_missing_weights_are_refused_not_invented(folder):
     edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     assert "model.layers.1.mlp.up_proj.weight" in refusal(folder)

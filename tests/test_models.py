@@ -10,6 +10,7 @@ from fwanda_pruner import UserError
 from fwanda_pruner.model.load import load_model
 
 
+@pytest.mark.fault("model classes")
 @pytest.mark.parametrize("settings", RUNS, ids=run_name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_layer_of_a_block_is_pruned_exactly(family, settings):
@@ -25,6 +26,7 @@ def test_every_linear_layer_of_a_block_is_pruned_exactly(family, settings):
 # Multimodal models
 
 
+@pytest.mark.fault("model classes")
 @pytest.mark.parametrize("settings", RUNS, ids=run_name)
 @pytest.mark.parametrize("family", WITH_TEXT)
 def test_only_the_language_model_of_a_multimodal_one_is_pruned(family, settings, tmp_path):

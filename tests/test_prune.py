@@ -28,6 +28,7 @@ def zeros(model):
     return {t.name: int((t.weight == 0).sum()) for t in find_targets(model)[0]}
 
 
+@pytest.mark.fault("denominators")
 @pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
 @pytest.mark.parametrize("sparsity", ["0.5", "0.7"])
 def test_counts_and_the_denominators_of_sparsity_are_exact(method, allocation, sparsity, order):
@@ -55,6 +56,7 @@ def test_counts_and_the_denominators_of_sparsity_are_exact(method, allocation, s
     assert report.sparsity["model"] == removed / sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.fault("n:m meaning")
 @pytest.mark.parametrize(("method", "order"), sorted({(m, o) for m, _, o in EVERY}))
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
 def test_every_group_of_a_pattern_keeps_n(method, pattern, order):
@@ -76,6 +78,7 @@ def test_fwanda_is_wanda_under_a_pattern_and_says_so():
     assert any("exactly" in line for line in report.warnings)
 
 
+@pytest.mark.fault("column tail")
 @pytest.mark.parametrize("method", ["wanda", "magnitude", "sparsegpt"])
 def test_columns_that_are_no_multiple_of_m_are_an_error_or_an_exact_count(method):
     model = tiny.llama(intermediate_size=46)
@@ -98,6 +101,7 @@ def idle_experts(model):
     return model
 
 
+@pytest.mark.fault("unrouted expert")
 @pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
 def test_a_matrix_without_tokens_is_pruned_by_magnitude_and_named(method, allocation, order):
     model = idle_experts(tiny.llama())
@@ -136,6 +140,7 @@ def test_the_report_names_the_text_that_was_used():
     assert (config["eval"], config["eval_windows"], config["eval_seqlen"]) == ("tokens", 3, 16)
 
 
+@pytest.mark.fault("statistics file")
 @pytest.mark.parametrize("settings", [{"method": "wanda"}, {"method": "fwanda", "allocation": "global"}])
 def test_saved_statistics_give_the_same_masks(settings, tmp_path):
     direct, later = tiny.llama(), tiny.llama()
@@ -163,6 +168,7 @@ def test_statistics_of_another_model_are_refused():
         fwanda_pruner.prune(tiny.llama(hidden_size=64), statistics=statistics, method="wanda", progress=False)
 
 
+@pytest.mark.fault("not finite")
 def test_nan_in_a_weight_is_named():
     model = tiny.llama()
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
@@ -170,6 +176,7 @@ def test_nan_in_a_weight_is_named():
         prune(model, method="magnitude")
 
 
+@pytest.mark.fault("not finite")
 def test_nan_in_statistics_is_named():
     model = tiny.llama()
     model.model.layers[0].mlp.up_proj.weight.data *= 1e37
@@ -177,6 +184,7 @@ def test_nan_in_statistics_is_named():
         prune(model, method="wanda")
 
 
+@pytest.mark.fault("not finite")
 @pytest.mark.parametrize("name", ["lm_head", "model.norm", "model.layers.0.input_layernorm"])
 def test_nan_outside_the_targets_is_named_too(name):
     model = tiny.llama(tie_word_embeddings=False)
@@ -211,6 +219,7 @@ def test_blocks_that_are_no_plain_chain_are_refused():
         prune(model, method="sparsegpt")
 
 
+@pytest.mark.fault("untruncated text")
 def test_windows_longer_than_learned_positions_are_refused():
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -252,6 +261,7 @@ def test_a_dead_input_and_fewer_tokens_than_columns_still_prune():
     assert torch.isfinite(model(TOKENS[:1]).logits).all()
 
 
+@pytest.mark.fault("protocol")
 def test_perplexity_of_dense_and_pruned_with_its_protocol():
     model = tiny.llama()
     tokens = tiny.tokens(3, 16, seed=9)
@@ -292,6 +302,7 @@ def test_the_report_has_the_stable_keys_and_is_json(tmp_path):
     assert set(facts["seconds"]) == {"text", "eval_dense", "calibrate", "budgets", "check", "prune", "eval_pruned"}
 
 
+@pytest.mark.fault("reload")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_reloaded_model_gives_equal_logits_and_the_reported_zeros(tmp_path, dtype, tied):
@@ -306,6 +317,7 @@ def test_reloaded_model_gives_equal_logits_and_the_reported_zeros(tmp_path, dtyp
     assert all(counts[r.name][0] == r.numel - r.kept + r.kept_zero for r in report.matrices)
 
 
+@pytest.mark.fault("repeatable")
 @pytest.mark.parametrize(("method", "allocation"), sorted({(m, a) for m, a, _ in EVERY}))
 def test_two_runs_give_the_same_bits(method, allocation):
     first, second = tiny.llama(), tiny.llama()
@@ -332,6 +344,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.fault("position buffer")
 @pytest.mark.parametrize("method", ["wanda", "fwanda", "sparsegpt"])
 def test_memory_does_not_follow_max_position_embeddings(method):
     model = tiny.llama()
@@ -341,6 +354,7 @@ def test_memory_does_not_follow_max_position_embeddings(method):
     assert 0 < seen.largest < 131072
 
 
+@pytest.mark.fault("nsamples")
 @pytest.mark.parametrize("nsamples", [1, 7, 300])
 @pytest.mark.parametrize("method", ["wanda", "fwanda", "sparsegpt"])
 def test_1_7_and_300_samples_all_work(method, nsamples):
@@ -350,6 +364,7 @@ def test_1_7_and_300_samples_all_work(method, nsamples):
     assert report.sparsity["matrices"] == 0.5 and report.config["nsamples"] == nsamples
 
 
+@pytest.mark.fault("repeatable")
 def test_deterministic_holds_during_the_run_and_not_after(monkeypatch):
     seen, plain = [], fwanda_pruner.run.pipeline.prune_targets
 
@@ -363,6 +378,7 @@ def test_deterministic_holds_during_the_run_and_not_after(monkeypatch):
     assert seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.fault("repeatable")
 def test_an_operation_without_a_deterministic_form_is_one_line(monkeypatch):
     def refuse(_job):
         raise RuntimeError("put_ does not have a deterministic implementation,\nbut you set ...")

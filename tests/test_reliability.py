@@ -94,6 +94,7 @@ class PeakMemory(TorchDispatchMode):
 # Attention
 
 
+@pytest.mark.fault("attention mask")
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 def test_an_attention_mask_that_is_none_or_no_tensor_gives_the_same_masks(attention, method):
@@ -111,6 +112,7 @@ def test_an_attention_mask_that_is_none_or_no_tensor_gives_the_same_masks(attent
         assert float((found != expected).float().mean()) < 0.01, name
 
 
+@pytest.mark.fault("grouped queries")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("settings", tiny.RUNS, ids=tiny.run_name)
 def test_grouped_query_attention_breaks_no_shape(settings, kv_heads):
@@ -123,6 +125,7 @@ def test_grouped_query_attention_breaks_no_shape(settings, kv_heads):
 # Text
 
 
+@pytest.mark.fault("no network")
 @pytest.mark.parametrize("source", ["text.txt", "text.jsonl", "text.parquet", "sample"])
 def test_no_network_is_needed_for_local_text_and_the_sample(source, folder, tmp_path, monkeypatch):
     text = tiny.text(800)
@@ -142,6 +145,7 @@ def test_no_network_is_needed_for_local_text_and_the_sample(source, folder, tmp_
     assert cli.main(command(folder, tmp_path / "out", *sources)) == 0
 
 
+@pytest.mark.fault("short documents")
 def test_documents_all_shorter_than_seqlen_end_at_once():
     """They are put one after the other; a hang would be the symptom."""
     tokenizer, draw = tiny.tokenizer(), {"nsamples": 4, "seed": 0, "bos": False}
@@ -155,6 +159,7 @@ def test_documents_all_shorter_than_seqlen_end_at_once():
             data.calibration_tokens("c4", tokenizer, seqlen=50, **draw)
 
 
+@pytest.mark.fault("untruncated text")
 @pytest.mark.parametrize("method", ["wanda", "fwanda", "sparsegpt"])
 def test_untruncated_text_never_reaches_the_model(method, tmp_path):
     (tmp_path / "text.txt").write_text(tiny.text(20_000))
@@ -170,6 +175,7 @@ def test_untruncated_text_never_reaches_the_model(method, tmp_path):
     assert memory.peak < 20_000 * 64  # bytes; the ids take 160,000 and the logits of the whole text 5,120,000
 
 
+@pytest.mark.fault("untruncated text")
 def test_a_seqlen_beyond_the_text_is_refused_before_anything_is_allocated(folder, tmp_path, capsys):
     assert cli.main(command(folder, tmp_path / "out", "--seqlen", "1000000")) == 2
     assert_one_error(capsys, "has 800 tokens, one sequence needs 1000000: give more text or a smaller seqlen")
@@ -186,12 +192,14 @@ def peak_of(nsamples: int, **settings) -> int:
     return memory.peak
 
 
+@pytest.mark.fault("activations")
 @pytest.mark.parametrize("method", ["wanda", "fwanda"])
 def test_peak_memory_does_not_grow_with_nsamples(method):
     few, many = (peak_of(n, method=method, order="onepass") for n in (8, 64))
     assert many <= few
 
 
+@pytest.mark.fault("activations")
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 def test_activations_of_all_windows_are_never_concatenated(method):
     """Block by block the memory grows by the hidden states alone; these may also lie on the disk."""
@@ -199,6 +207,7 @@ def test_activations_of_all_windows_are_never_concatenated(method):
     assert many - few <= (64 - 8) * 24 * 32 * 4
 
 
+@pytest.mark.fault("memory in blocks")
 @pytest.mark.parametrize("method, order", [("wanda", "sequential"), ("sparsegpt", "onepass")])
 def test_out_of_memory_block_by_block_is_one_line_and_resume_goes_on(
     method, order, folder, tmp_path, capsys, monkeypatch
@@ -223,6 +232,7 @@ def test_out_of_memory_block_by_block_is_one_line_and_resume_goes_on(
 # Numbers
 
 
+@pytest.mark.fault("broken checkpoint")
 def test_a_broken_checkpoint_is_seen_by_its_dense_perplexity():
     """These weights are random: nothing was learnt."""
     with pytest.warns(UserWarning, match="the dense model has perplexity"):
@@ -231,6 +241,7 @@ def test_a_broken_checkpoint_is_seen_by_its_dense_perplexity():
     assert report.perplexity["dense"] > tiny.VOCABULARY / 10
 
 
+@pytest.mark.fault("broken checkpoint")
 def test_a_dense_perplexity_that_is_not_finite_is_refused_before_anything_is_pruned():
     model = tiny.llama(tie_word_embeddings=False)
     model.lm_head.weight.data.mul_(1e37)
@@ -240,6 +251,7 @@ def test_a_dense_perplexity_that_is_not_finite_is_refused_before_anything_is_pru
     assert all(torch.equal(a, b) for a, b in zip(dense, model.parameters(), strict=True))
 
 
+@pytest.mark.fault("not finite")
 @pytest.mark.parametrize("method, order", [("wanda", "sequential"), ("sparsegpt", "sequential"), ("fwanda", "onepass")])
 def test_activations_that_overflow_name_the_tensor(method, order):
     model = tiny.llama()
@@ -264,6 +276,7 @@ def failing_factor(monkeypatch, below: float) -> list[float]:
     return tried
 
 
+@pytest.mark.fault("Cholesky")
 def test_a_hessian_that_is_not_positive_definite_is_damped_named_and_recorded(monkeypatch):
     tried = failing_factor(monkeypatch, below=0.5)
     expected = "the Hessian of model.layers.0.mlp.down_proj needed a damping of 1, not 0.01"
@@ -274,6 +287,7 @@ def test_a_hessian_that_is_not_positive_definite_is_damped_named_and_recorded(mo
     tiny.check_counts(model, report)
 
 
+@pytest.mark.fault("Cholesky")
 def test_a_hessian_that_no_damping_makes_positive_definite_is_refused_by_name(monkeypatch):
     failing_factor(monkeypatch, below=1e9)
     with pytest.raises(UserError, match=r"the Hessian of model\.layers\.0\.mlp\.down_proj has no factor"):
@@ -283,6 +297,7 @@ def test_a_hessian_that_no_damping_makes_positive_definite_is_refused_by_name(mo
 # What is pruned, and how much
 
 
+@pytest.mark.fault("lm_head")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "fwanda", "sparsegpt"])
 def test_lm_head_and_embedding_are_never_pruned(method, tied):
@@ -293,6 +308,7 @@ def test_lm_head_and_embedding_are_never_pruned(method, tied):
     assert not [row.name for row in report.matrices if "lm_head" in row.name or "embed" in row.name]
 
 
+@pytest.mark.fault("lm_head")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
 def test_asking_for_lm_head_or_the_embedding_is_an_error(name, tied):
@@ -300,6 +316,7 @@ def test_asking_for_lm_head_or_the_embedding_is_an_error(name, tied):
         prune(tiny.llama(tie_word_embeddings=tied), method="wanda", include=[name])
 
 
+@pytest.mark.fault("pattern sparsity")
 @pytest.mark.parametrize(
     "sparsity, pattern", [("0.75", "2:4"), ("0.5", "1:4"), ("0.25", "2:4"), ("0.51", "4:8"), ("0", "2:4")]
 )
@@ -316,6 +333,7 @@ TIES = {
 }
 
 
+@pytest.mark.fault("ties")
 @pytest.mark.parametrize("kind", TIES)
 @pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
 def test_constant_weights_and_ties_meet_the_exact_count(method, allocation, order, kind):
@@ -333,6 +351,7 @@ def test_constant_weights_and_ties_meet_the_exact_count(method, allocation, orde
 # Statistics
 
 
+@pytest.mark.fault("padding")
 def test_padded_and_unpadded_batches_give_equal_statistics():
     """Windows of several lengths at once, padded on the right, against each of them alone."""
     model, lengths = tiny.llama().requires_grad_(False), (24, 17, 5)
@@ -362,6 +381,7 @@ def test_padded_and_unpadded_batches_give_equal_statistics():
         assert not torch.allclose(counted[name].x2, layer.x2, rtol=1e-2)
 
 
+@pytest.mark.fault("reload")
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "fwanda", "sparsegpt"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_logits_before_save_equal_logits_after_load(family, method, tmp_path):
@@ -375,6 +395,7 @@ def test_logits_before_save_equal_logits_after_load(family, method, tmp_path):
 # Processes, disks and folders
 
 
+@pytest.mark.fault("Ctrl-C")
 def test_a_real_ctrl_c_is_one_line_with_a_hint_and_resume_finishes(folder, tmp_path):
     argv = [sys.executable, "-m", "fwanda_pruner", *command(folder, tmp_path / "out", nsamples=200)]
     run = subprocess.Popen(argv, env=environment(), stderr=subprocess.PIPE, text=True)
@@ -410,6 +431,7 @@ def changed_state(path: Path, change: str) -> None:
     save_file(tensors, path, metadata=facts)
 
 
+@pytest.mark.fault("changed state")
 @pytest.mark.parametrize("change", ["value", "shape", "dtype", "missing", "facts"])
 @pytest.mark.parametrize("stage", ["text", "statistics", "budgets"])
 def test_a_changed_stage_is_never_taken_by_resume(stage, change, folder, tmp_path, capsys, monkeypatch):
@@ -444,6 +466,7 @@ FULL_DISKS = {  # KiB of the disk, windows of text: the weights take 71 KiB, the
 }
 
 
+@pytest.mark.fault("full disk")
 @pytest.mark.parametrize("when", FULL_DISKS)
 def test_a_really_full_disk_is_one_line_and_with_room_resume_finishes(when, folder, tmp_path):
     if not can_mount():
@@ -467,12 +490,14 @@ def test_a_really_full_disk_is_one_line_and_with_room_resume_finishes(when, fold
     assert room.split("code 0\n")[1].split() == ["out"]
 
 
+@pytest.mark.fault("read-only")
 @pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="no folder here that even root may not write to")
 def test_a_read_only_folder_is_one_line(folder, capsys):
     assert cli.main(command(folder, "/sys/kernel/out")) == 2
     assert_one_error(capsys, "not writable")
 
 
+@pytest.mark.fault("vanishing file")
 @pytest.mark.parametrize("vanishes", ["text", "model", "output"])
 def test_a_file_that_vanishes_during_the_run_is_one_line(vanishes, folder, tmp_path, capsys, monkeypatch):
     shutil.copytree(folder, tmp_path / "in")

@@ -39,6 +39,7 @@ def make_report(**changes) -> Report:
     return Report(**{**facts, **changes})
 
 
+@pytest.mark.fault("denominators")
 def test_sparsity_uses_three_denominators_and_leaves_skipped_rows_out():
     shares = make_report().to_dict()["sparsity"]
     assert shares == {"asked": 25 / 60, "matrices": (20 + 2 + 5) / 60, "model": 30 / 200}
@@ -133,6 +134,7 @@ def test_a_bad_file_is_one_line_of_user_error(content, tmp_path):
         assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
+@pytest.mark.fault("protocol")
 def test_table_never_puts_two_protocols_in_one_column():
     same = make_report()
     changes = {"seqlen": 128, "windows": 4, "tokens_sha256": "ff", "bos": False, "tokenizer": "x"}

@@ -59,6 +59,7 @@ def state_of(argv) -> Path:
     return output.with_name(f".{output.name}.resume")
 
 
+@pytest.mark.fault("kill -9", trials=5)
 def test_kill_9_at_random_points_changes_no_bit():
     """In a process of its own, which has started no threads before it forks."""
     command = [sys.executable, str(Path(kill.__file__)), "5"]
@@ -66,6 +67,8 @@ def test_kill_9_at_random_points_changes_no_bit():
     assert done.returncode == 0 and done.stdout.count("same bits") == 5, done.stdout + done.stderr
 
 
+@pytest.mark.fault("long run dies", trials=14)
+@pytest.mark.fault("Ctrl-C", trials=14)
 @pytest.mark.parametrize(
     "settings, stages",
     [
@@ -98,6 +101,7 @@ def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(
         assert "resumed: seconds and energy are those of the last part" in report["warnings"]
 
 
+@pytest.mark.fault("long run dies")
 def test_finished_stages_are_not_done_again(argv, interrupt, monkeypatch):
     argv += ["--method", "fwanda"]
     go_on = interrupt("statistics")
@@ -141,6 +145,7 @@ def test_another_model_does_not_go_on(argv, interrupt, capsys, folder, tmp_path)
     assert "the interrupted run had weights" in capsys.readouterr().err
 
 
+@pytest.mark.fault("changed state")
 @pytest.mark.parametrize("damage", ["truncated", "random", "empty"])
 def test_a_broken_state_is_one_line(argv, interrupt, capsys, damage):
     argv += ["--method", "fwanda"]
@@ -191,6 +196,7 @@ def test_two_processes_do_not_write_one_output(tmp_path):
         assert state.recall("text") is not None
 
 
+@pytest.mark.fault("full disk")
 def test_a_full_disk_leaves_the_last_good_stage(tmp_path, monkeypatch):
     state = RunState(tmp_path / "out")
     state.keep("statistics", {"x": torch.ones(3)})
@@ -204,6 +210,7 @@ def test_a_full_disk_leaves_the_last_good_stage(tmp_path, monkeypatch):
     assert state.recall("statistics")[0]["x"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.fault("vanishing file")
 def test_a_state_folder_that_vanishes_is_one_line(tmp_path):
     state = RunState(tmp_path / "out")
     state.keep("text", {})

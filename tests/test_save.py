@@ -226,6 +226,7 @@ def test_a_matrix_that_is_not_found_in_the_files_is_warned_of(tmp_path):
     assert Report.load(tmp_path / "out") == report
 
 
+@pytest.mark.fault("full disk")
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_failure_at_any_step_leaves_nothing(step, failure, tmp_path, monkeypatch):
@@ -241,6 +242,7 @@ def test_a_failure_at_any_step_leaves_nothing(step, failure, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.fault("full disk")
 @pytest.mark.parametrize("failure", ["OSError of a full disk", "Ctrl-C"])
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "rename"])
 def test_the_old_output_survives_a_failed_overwrite(step, failure, old, monkeypatch):
@@ -339,6 +341,7 @@ def test_the_current_and_home_folders_are_never_overwritten(tmp_path, monkeypatc
         check_output(tmp_path, overwrite=True)
 
 
+@pytest.mark.fault("read-only")
 def test_an_unwritable_parent_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     with pytest.raises(UserError, match="not writable"):
@@ -388,6 +391,7 @@ def test_atomic_file_appears_only_at_the_end(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
+@pytest.mark.fault("full disk")
 @pytest.mark.parametrize("failure", FAILURES)
 def test_atomic_file_keeps_the_old_file_on_any_failure(failure, tmp_path):
     error, expected = FAILURES[failure]

@@ -30,6 +30,7 @@ def naive_mask(weight, scale, keep) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.fault("ties")
 @pytest.mark.usefixtures("backend")
 @dtypes
 @kinds

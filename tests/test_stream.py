@@ -98,8 +98,7 @@ def test_a_module_that_is_not_called_is_a_group_of_its_own():
 def test_batches_change_nothing(family, micro_batch):
     """Five windows, so that a batch is left over; BLOOM's blocks take an argument with an entry for each window."""
     one, other = (
-        weights(prune(tiny.build(family), "wanda", order="sequential", micro_batch=size))
-        for size in ("1", micro_batch)
+        weights(prune(tiny.build(family), "wanda", order="sequential", micro_batch=size)) for size in ("1", micro_batch)
     )
     for name, weight in one.items():
         assert float(((weight == 0) != (other[name] == 0)).float().mean()) < 0.01, name
@@ -113,6 +112,7 @@ def test_hidden_states_may_lie_on_disk(order, monkeypatch):
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
 
 
+@pytest.mark.fault("full disk")
 def test_a_disk_that_is_full_is_one_line(monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -123,6 +123,7 @@ def test_a_disk_that_is_full_is_one_line(monkeypatch):
         prune(tiny.llama())
 
 
+@pytest.mark.fault("memory in blocks")
 @pytest.mark.parametrize("fits", [1, 2, 0])
 def test_out_of_memory_halves_the_batches_and_changes_nothing(monkeypatch, fits):
     expected = weights(prune(tiny.llama(), "wanda", order="sequential", micro_batch="1"))
