@@ -125,9 +125,10 @@ def _add_eval(commands) -> None:
     _add_model(parser)
     parser.add_argument(
         "--tasks",
+        metavar="TASKS",
         default="ppl",
-        help="what to measure, separated by commas: ppl (perplexity), zeroshot (seven tasks), mmlu (five-shot), and any "
-        "task of lm-eval (default: %(default)s)",
+        help="what to measure, separated by commas: ppl (perplexity), zeroshot (seven tasks), mmlu (five-shot), and "
+        "any task of lm-eval (default: %(default)s)",
     )
     _add_task_settings(parser)
     _add_settings(parser, "eval", "bos", "place")
@@ -207,7 +208,7 @@ def _add_settings(parser: argparse.ArgumentParser, *groups: str) -> None:
 
 def _add_setting(section, f) -> None:
     choices, kind = f.metadata["choices"], f.metadata["type"]
-    default = "" if f.default in (None, (), False) else f" (default: {f.default})"
+    default = "" if f.default is None or f.default is False or f.default == () else f" (default: {f.default})"
     metavar = "|".join(choices) if choices else f.name.upper().removeprefix("EVAL_")
     form = {
         list: {"action": "append", "metavar": "GLOB"},

@@ -48,8 +48,8 @@ GROUPS = {  # of settings, with their headings in --help
     "bos": "beginning of a window",
     "eval": "evaluation text",
     "place": "device and dtype",
-    "passes": "how text runs through the model; time and memory change, results do not (beyond rounding)",
-    "run": "what else a run measures",
+    "passes": "memory and speed of calibration; results change by rounding at most",
+    "run": "checks and energy",
 }
 RESPONSES = ("response", "auto")  # allocations that run text through the pruned model
 FISHER_ALLOCATIONS = ("row", "global", *RESPONSES)
