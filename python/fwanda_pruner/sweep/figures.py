@@ -1,0 +1,129 @@
+"""Pictures of a sweep."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from ..config import RESPONSES, PruneConfig
+from ..errors import UserError
+from ..formats.files import atomic_file, user_errors
+from .tables import Line
+
+
+def check_installed() -> None:
+    """Refuse a sweep whose pictures cannot be drawn.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError('the pictures of a sweep need matplotlib: pip install "fwanda-kernels[eval]"')
+
+
+def draw(lines: list[Line], output: str | Path) -> list[Path]:
+    """Draw each picture for which the lines have the figures.
+
+    Returns:
+        The files.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    lines = [line for line in lines if all(map(math.isfinite, line.values("perplexity")))]
+    evaluated = [line for line in lines if line.values("perplexity")]
+    unstructured = [line for line in lines if not line.config.pattern]
+    # where cells share a calibration, its energy belongs to none of them
+    whole_energy = not any(cell["shared"] for line in lines for cell in line.cells)
+    pictures = [
+        ("perplexity-by-sparsity", _by_sparsity, [line for line in evaluated if not line.config.pattern]),
+        ("perplexity-by-energy", _by_energy, [line for line in evaluated if whole_energy and line.values("kJ")]),
+        ("sparsity-by-block", _sparsity_by_block, [line for line in unstructured if _matrices_differ(line.config)]),
+        ("disagreement-by-block", _disagreement_by_block, [line for line in lines if _disagreement(line)]),
+        ("kept-in-rows", _kept, [line for line in unstructured if _row_histogram(line)]),
+    ]
+    return [_save(Path(output, f"{name}.png"), plot, chosen) for name, plot, chosen in pictures if chosen]
+
+
+def _matrices_differ(config: PruneConfig) -> bool:
+    """Whether the allocation gives matrices different sparsities."""
+    return config.allocation in ("global", *RESPONSES)
+
+
+def _of_matrices(line: Line, key: str) -> dict[str, float]:
+    """A figure of each pruned matrix, from the first seed; matrices without it are left out."""
+    rows = [row for row in line.cells[0]["report"]["matrices"] if row["skipped"] is None]
+    return {row["name"]: row[key] for row in rows if row[key] is not None}
+
+
+def _disagreement(line: Line) -> dict[str, float]:
+    """Share of the mask entries of each matrix that differ from Wanda's; empty if it was not measured."""
+    return _of_matrices(line, "wanda_disagreement")
+
+
+def _row_histogram(line: Line) -> list[int] | None:
+    return line.cells[0]["report"]["row_histogram"]
+
+
+def _save(path: Path, plot, chosen: list[Line]) -> Path:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    plot(axes, chosen)
+    axes.legend(fontsize=7)
+    with user_errors(path.parent), atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
+    pyplot.close(figure)
+    return path
+
+
+def _by_sparsity(axes, chosen: list[Line]) -> None:
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in chosen:
+        curves[line.label.replace(f" {line.config.sparsity}", "")].append(
+            (float(line.config.removed), line.mean("perplexity"))
+        )
+    for label, points in curves.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.axhline(chosen[0].cells[0]["dense"]["perplexity"], color="gray", linestyle=":", label="dense")
+    axes.set(xlabel="weights removed", ylabel="perplexity (lower is better)", yscale="log")
+
+
+def _by_energy(axes, chosen: list[Line]) -> None:
+    for line in chosen:
+        axes.plot(line.mean("kJ"), line.mean("perplexity"), marker="o", linestyle="", label=line.label)
+    axes.set(xlabel="energy of pruning, kJ gross", ylabel="perplexity (lower is better)", yscale="log")
+
+
+def _by_block(values: dict[str, float]) -> list[float]:
+    """Mean over the matrices of each block, in order. The first number in a matrix's name is that of its block."""
+    blocks: dict[int, list[float]] = defaultdict(list)
+    for name, value in values.items():
+        blocks[next(int(part) for part in name.split(".") if part.isdigit())].append(value)
+    return [statistics.fmean(blocks[index]) for index in sorted(blocks)]
+
+
+def _sparsity_by_block(axes, chosen: list[Line]) -> None:
+    for line in chosen:
+        axes.plot(_by_block(_of_matrices(line, "sparsity")), label=line.label)
+    axes.set(xlabel="block", ylabel="weights removed, mean of its matrices")
+
+
+def _disagreement_by_block(axes, chosen: list[Line]) -> None:
+    for line in chosen:
+        axes.plot(_by_block(_disagreement(line)), label=line.label)
+    axes.set(xlabel="block", ylabel="mask entries unlike Wanda's")
+
+
+def _kept(axes, chosen: list[Line]) -> None:
+    for line in chosen:
+        counts = _row_histogram(line)
+        axes.stairs(
+            [count / sum(counts) for count in counts],
+            [i / len(counts) for i in range(len(counts) + 1)],
+            label=line.label,
+        )
+    axes.set(xlabel="share of a row's weights that is kept", ylabel="share of the rows")
