@@ -18,7 +18,7 @@ HEAD = """\
 
 `fwanda --version` prints the version. After a mistake in a command, fwanda prints one line and exits with code 2; after
 Ctrl-C it exits with code 130. In YAML and JSON files, a setting has the name of its flag with `_` in place of `-`, for
-example `eval_windows`. [methods.md](methods.md) explains the methods and their settings, and [sweeps.md](sweeps.md) explains
+example `eval_windows`. [methods.md](methods.md) explains the methods and their settings, and [sweeps.md](sweeps.md) the
 recipes.
 """
 

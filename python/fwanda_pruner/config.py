@@ -124,9 +124,9 @@ class PruneConfig:
     order: str | None = _setting(
         "method",
         None,
-        "which model the statistics come from. onepass: the dense model; sequential: each block sees the outputs of "
-        "the pruned blocks before it; true-sequential: each matrix also sees those pruned before it in its block "
-        "(default: sequential for sparsegpt and fsparsegpt, onepass for the others)",
+        "the model on which the inputs of the layers are measured. onepass: the dense model; sequential: the model whose "
+        "earlier blocks are pruned; true-sequential: also behind the matrices pruned before in the same block (default: "
+        "sequential for sparsegpt and fsparsegpt, onepass for the others)",
         ("onepass", "sequential", "true-sequential"),
     )
     include: tuple[str, ...] = _setting(
@@ -195,7 +195,10 @@ class PruneConfig:
         "passes", None, "GPU memory that torch may use at most, for example 16GiB (default: all)"
     )
     deterministic: bool = _setting(
-        "passes", False, "make every run on a GPU give the same bits; some kernels are slower then", type=bool
+        "passes",
+        False,
+        "give the same bits in every run on a GPU, or stop if an operation cannot; some kernels are slower",
+        type=bool,
     )
     no_check: bool = _setting(
         "run", False, "skip the comparison with Wanda's masks on held-out calibration text", type=bool
