@@ -124,9 +124,9 @@ class PruneConfig:
     order: str | None = _setting(
         "method",
         None,
-        "the model on which the inputs of the layers are measured. onepass: the dense model; sequential: the model whose "
-        "earlier blocks are pruned; true-sequential: also behind the matrices pruned before in the same block (default: "
-        "sequential for sparsegpt and fsparsegpt, onepass for the others)",
+        "the model on which the inputs of the layers are measured. onepass: the dense model; sequential: the model "
+        "whose earlier blocks are pruned; true-sequential: also behind the matrices pruned before in the same block "
+        "(default: sequential for sparsegpt and fsparsegpt, onepass for the others)",
         ("onepass", "sequential", "true-sequential"),
     )
     include: tuple[str, ...] = _setting(
