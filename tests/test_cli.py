@@ -1,16 +1,24 @@
 """The command line: what it writes, and one line with exit code 2 for every mistake."""
 
 import json
+import re
+import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from interrupt import interrupted_while_reading
 from transformers import AutoModelForCausalLM
 
 from fwanda_pruner.cli import main
+from fwanda_pruner.config import GROUPS, PruneConfig, settings_of
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +163,15 @@ def test_eval_prints_perplexity_and_sparsity(folder, tmp_path, capsys):
 
 
 def test_eval_reads_wikitext2_by_default(folder, capsys, monkeypatch):
-    asked = []
-    monkeypatch.setattr("fwanda_pruner.text.windows._dataset", lambda path, *_, **__: asked.append(path) or [tiny.text(300)])
+    datasets, asked = pytest.importorskip("datasets"), []
+
+    def load_dataset(path, **options):
+        asked.append((path, options["split"]))
+        return datasets.Dataset.from_dict({"text": [tiny.text(300)]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert main(["eval", str(folder / "model"), "--eval-seqlen", "24", "--bos", "none"]) == 0
-    assert json.loads(capsys.readouterr().out)["windows"] == 300 // 24 and asked == ["Salesforce/wikitext"]
+    assert json.loads(capsys.readouterr().out)["windows"] == 300 // 24 and asked == [("Salesforce/wikitext", "test")]
 
 
 def test_settings_from_a_file_are_overridden_by_flags(folder, tmp_path):
@@ -187,6 +200,7 @@ MISTAKES = {
     "glob that matches nothing": (["--exclude", "*.w3"], "'*.w3' matches none of 14 matrices, e.g. model.layers.0"),
     "globs that leave nothing": (["--exclude", "*"], "--include and --exclude leave no matrix"),
     "no text": (["--calibration", ""], "the name of the text is empty"),
+    "energy of another kind": (["--energy", "gros"], "--energy must be one of gross, net, got 'gros'"),
     "no cuda here": (["--device", "cuda"], "cuda"),
     "statistics that are none": (["--statistics", "nowhere.safetensors"], "is not a statistics file"),
 }
@@ -319,21 +333,59 @@ def test_nan_in_weights_is_refused(folder, tmp_path, capsys):
 
 
 @pytest.mark.fault("Ctrl-C")
-def test_interrupt_ends_in_one_line(folder, tmp_path, capsys, monkeypatch):
-    def interrupt(*_args, **_kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("fwanda_pruner.run.pipeline.prune_targets", interrupt)
-    assert main(arguments(folder, tmp_path / "out")) == 130
+def test_interrupt_ends_in_one_line(folder, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    pipe, runs = tmp_path / "text" / "calibration.txt", (tmp_path / ".out.resume").exists
+    with interrupted_while_reading(pipe, tiny.text(800), runs):
+        assert main(arguments(folder, tmp_path / "out", "--calibration", str(pipe))) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("fwanda: interrupted")
-    assert [path.name for path in tmp_path.iterdir()] == [".out.resume"]
+    assert {path.name for path in tmp_path.iterdir()} == {".out.resume", "text"}
 
 
-@pytest.mark.parametrize("command", ["prune", "calibrate", "eval", "report", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["prune", "calibrate", "eval", "sweep", "report", "demo", "doctor"])
 def test_help_of_every_command(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0 and "usage: fwanda" in capsys.readouterr().out
+
+
+def test_help_is_answered_without_torch():
+    code = "import sys, atexit, fwanda_pruner.cli as cli; atexit.register(lambda: print('torch' in sys.modules))"
+    code += "; cli.main(['prune', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "--allocation" in done.stdout and done.stdout.splitlines()[-1] == "False"
+
+
+def test_prune_has_a_flag_for_every_setting_under_the_heading_of_its_group(capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", "--help"])
+    shown = capsys.readouterr().out
+    headings = [shown.index(f"\n{title}:\n") for title in GROUPS.values()]
+    assert headings == sorted(headings)
+    for group, begin, end in zip(GROUPS, headings, [*headings[1:], len(shown)], strict=True):
+        flags = re.findall(r"^  --([a-z-]+)", shown[begin:end], re.MULTILINE)
+        assert [name.replace("-", "_") for name in flags] == list(settings_of(group))
+
+
+def test_settings_are_grouped_once_each():
+    names = [f.name for f in fields(PruneConfig)]
+    assert sorted(name for group in GROUPS for name in settings_of(group)) == sorted(names)
+    assert settings_of("place", "text") == ("calibration", "nsamples", "seqlen", "seed", "device", "dtype")
+    with pytest.raises(ValueError, match="groups must be among method, .*, got txt"):
+        settings_of("text", "txt")
+
+
+def test_the_page_of_the_command_line_is_what_the_parser_says():
+    render = runpy.run_path(str(DOCS / "make_cli.py"))["render"]
+    assert (DOCS / "cli.md").read_text() == render(), "run: python docs/make_cli.py"
+
+
+def test_fwanda_without_an_allocation_is_global(folder, tmp_path):
+    assert main(arguments(folder, tmp_path / "a", "--no-check", method="fwanda")) == 0
+    assert main(arguments(folder, tmp_path / "b", "--no-check", "--allocation", "global", method="fwanda")) == 0
+    assert json.loads((tmp_path / "a" / "fwanda.json").read_text())["config"]["allocation"] == "global"
+    a, b = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_doctor_says_what_is_here(capsys):

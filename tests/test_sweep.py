@@ -8,14 +8,16 @@ import pytest
 import tiny
 import torch
 import yaml
+from interrupt import interrupted_while_reading
 
 import fwanda_pruner
 from fwanda_pruner import cli
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.run import pipeline
+from fwanda_pruner.run.stage import StageName
 from fwanda_pruner.sweep import run as sweep
-from fwanda_pruner.sweep import tables as sweep_report
-from fwanda_pruner.sweep.run import RECIPES, Recipe
+from fwanda_pruner.sweep.figures import draw
+from fwanda_pruner.sweep.recipe import RECIPES, Recipe, describe, recipe_names
+from fwanda_pruner.sweep.tables import lines_of, markdown, write_tables
 
 CELLS = [
     {"method": ["wanda", "magnitude"], "sparsity": [0.5, 0.6]},
@@ -44,6 +46,16 @@ def run(recipe: Recipe, output, model=None) -> list[dict]:
     return sweep.run(model or tiny.llama(), tiny.tokenizer(), recipe, output, source="tiny", progress=False)
 
 
+def write(found: Recipe, cells: list[dict], output) -> list:
+    """Tables and pictures, as the command writes them."""
+    lines = lines_of(found.cells, cells)
+    return write_tables(lines, output) + draw(lines, output)
+
+
+def disagreement(cell: dict) -> dict[str, float | None]:
+    return {r["name"]: r["wanda_disagreement"] for r in cell["report"]["matrices"] if r["skipped"] is None}
+
+
 def test_lists_are_crossed_with_each_other_and_the_seeds(recipe):
     found = Recipe.load(recipe(seeds=[0, 3])).cells
     assert len(found) == 2 * (2 + 2 + 1 + 1) + 2 and {config.seed for config in found} == {0, 3}
@@ -62,10 +74,11 @@ def test_each_cell_is_the_result_of_a_run_by_itself(recipe, tmp_path, share):
     cells = run(found, tmp_path / "out")
     for config, cell in zip(found.cells, cells, strict=True):
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
-        assert cell["perplexity"] == alone.perplexity["pruned"], sweep.describe(config, found.cells)
+        assert cell["perplexity"] == alone.perplexity["pruned"], describe(config, found.cells)
         assert cell["dense"]["perplexity"] == alone.perplexity["dense"]
         assert cell["report"]["matrices"] == json.loads(json.dumps(alone.to_dict()))["matrices"]
-        assert sum(cell["kept"]) == sum(row.shape[0] for row in alone.matrices)
+        assert cell["report"]["row_histogram"] == alone.row_histogram
+        assert sum(alone.row_histogram) == sum(row.shape[0] for row in alone.matrices)
 
 
 def test_the_model_is_dense_again_afterwards(recipe, tmp_path):
@@ -78,9 +91,9 @@ def test_disagreement_is_none_for_wanda_itself_and_some_for_others(recipe, tmp_p
     found = Recipe.load(recipe())
     for config, cell in zip(found.cells, run(found, tmp_path / "out"), strict=True):
         if config.nm or config.method == "magnitude":
-            assert cell["disagreement"] is None
+            assert set(disagreement(cell).values()) == {None}
         else:
-            shares = cell["disagreement"].values()
+            shares = disagreement(cell).values()
             assert max(shares) == 0 if config.method == "wanda" else max(shares) > 0.01
 
 
@@ -106,8 +119,9 @@ def test_texts_with_and_without_bos_are_measured_apart_and_excluded_matrices_are
     assert sorted(measured) == ["none", "window"]
     for cell in found:
         pruned = {row["name"] for row in cell["report"]["matrices"] if row["skipped"] is None}
-        assert cell["disagreement"] == dict.fromkeys(pruned, 0.0)
-        assert sum(cell["kept"]) == sum(r["shape"][0] for r in cell["report"]["matrices"] if r["name"] in pruned)
+        assert disagreement(cell) == dict.fromkeys(pruned, 0.0)
+        rows = sum(r["shape"][0] for r in cell["report"]["matrices"] if r["name"] in pruned)
+        assert sum(cell["report"]["row_histogram"]) == rows
         assert any("mlp" in name for name in pruned) == (not cell["report"]["config"]["exclude"])
 
 
@@ -116,51 +130,44 @@ def test_energy_is_drawn_only_where_each_cell_has_all_of_it(recipe, tmp_path):
         found = Recipe.load(recipe([{"method": "wanda"}], share_statistics=shared))
         cells = run(found, tmp_path / str(shared))
         cells[0]["report"]["energy"] = 1000.0
-        written = sweep_report.write(sweep_report.lines(found.cells, cells), tmp_path / str(shared))
+        written = write(found, cells, tmp_path / str(shared))
         assert ("perplexity-by-energy.png" in {path.name for path in written}) != shared
 
 
-def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, monkeypatch, few_rounds):
-    calls, plain = [], pipeline.respond
-
-    def count(*args, **kwargs):
-        calls.append(1)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(pipeline, "respond", count)
+def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, few_rounds):
     cells = [{"method": ["fwanda", "fsparsegpt"], "allocation": ["response", "auto"], "bos": "none"}]
     found = Recipe.load(recipe(cells, seeds=[0, 1]))
     cells = run(found, tmp_path / "out")
-    assert len(calls) == 4  # of 8 cells
+    chose = [StageName.CHOOSE in cell["report"]["seconds"] for cell in cells]
+    assert chose == [True] * 4 + [False] * 4  # fwanda, then fsparsegpt
     for config, cell in zip(found.cells[4:], cells[4:], strict=True):
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
         assert cell["perplexity"] == alone.perplexity["pruned"]
         assert cell["report"]["config"]["chosen"] == alone.config["chosen"]
 
 
-def test_finished_cells_do_not_run_again(recipe, tmp_path, monkeypatch):
-    found, calls, plain = Recipe.load(recipe()), [], sweep.prune
-
-    def prune(*args, **kwargs):
-        calls.append(kwargs["config"])
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(sweep, "prune", prune)
-    with pytest.raises(KeyboardInterrupt):
+def test_finished_cells_do_not_run_again(recipe, tmp_path):
+    later = tmp_path / "text-of-tomorrow.txt"  # sorts behind text.txt
+    found = Recipe.load(
+        recipe([{"method": "wanda", "sparsity": [0.5, 0.6]}, {"method": "wanda", "calibration": str(later)}])
+    )
+    with pytest.raises(UserError, match="text-of-tomorrow.txt"):
         run(found, tmp_path / "out")
-    run(found, tmp_path / "out")
-    assert len(calls) == 1 + len(found.cells)
-    whole = run(found, tmp_path / "other")
+    finished = {path: path.stat() for path in (tmp_path / "out" / "cells").iterdir()}
+    assert len(finished) == 3  # two cells and the dense model
+    later.write_text(tiny.text(2000, seed=4))
     again = run(found, tmp_path / "out")
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == 4
+    for path, before in finished.items():
+        assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    whole = run(found, tmp_path / "other")
     assert [cell["perplexity"] for cell in again] == [cell["perplexity"] for cell in whole]
 
 
 def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
     found = Recipe.load(recipe(seeds=[0, 1]))
     cells = run(found, tmp_path / "out")
-    written = sweep_report.write(sweep_report.lines(found.cells, cells), tmp_path / "out")
+    written = write(found, cells, tmp_path / "out")
     assert {path.name for path in written} == {
         "results.csv",
         "results.md",
@@ -172,7 +179,7 @@ def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
     assert all(path.stat().st_size for path in written)
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
     assert [float(row["perplexity"]) for row in rows] == [
-        cell["perplexity"] for line in sweep_report.lines(found.cells, cells) for cell in line.cells
+        cell["perplexity"] for line in lines_of(found.cells, cells) for cell in line.cells
     ]
     table = (tmp_path / "out" / "results.md").read_text()
     assert table.count("| 0, 1 |") == 6 and table.count("| 0 |") == 2  # seeds
@@ -185,8 +192,8 @@ def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypat
     found = {"limit": 1, "tasks": parts, "zeroshot": accuracy, "mmlu": {**accuracy, "tasks": {}}}
     monkeypatch.setattr(sweep, "evaluate_tasks", lambda *_, **__: found)
     loaded = Recipe.load(recipe([{"method": "wanda"}], tasks=["zeroshot", "mmlu", "gsm8k"]))
-    lines = sweep_report.lines(loaded.cells, run(loaded, tmp_path / "out"))
-    table = sweep_report.markdown(lines)
+    lines = lines_of(loaded.cells, run(loaded, tmp_path / "out"))
+    table = markdown(lines)
     head, _, row = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
     shown = dict(zip(head, row, strict=True))
     for name in ("zero-shot", "mmlu"):
@@ -194,20 +201,27 @@ def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypat
     assert (shown["gsm8k exact,strict"], shown["gsm8k exact,strict stderr"]) == ("0.5000", "0.2500")
     assert "rte" not in shown
     assert "; the first 1 examples of each task. Dense: perplexity" in table and "zero-shot 0.3750, " in table
-    sweep_report.write(lines, tmp_path / "out")
+    write_tables(lines, tmp_path / "out")
     assert next(csv.DictReader((tmp_path / "out" / "results.csv").open()))["rte"] == "0.375"
 
 
 def test_perplexities_of_different_protocols_have_tables_of_their_own(recipe, tmp_path):
     found = Recipe.load(recipe([{"method": "magnitude", "eval_seqlen": [12, 24]}]))
-    table = sweep_report.markdown(sweep_report.lines(found.cells, run(found, tmp_path / "out")))
+    table = markdown(lines_of(found.cells, run(found, tmp_path / "out")))
     assert table.count("Model tiny;") == 2 and "of 12 tokens" in table and "of 24 tokens" in table
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("name", recipe_names())
 def test_recipes_that_come_along_can_be_read(name):
     found = Recipe.load(name)
     assert len(found.cells) > 1 and all(config.eval == "wikitext2" for config in found.cells)
+
+
+@pytest.mark.parametrize("name", ["main", "efficiency", "calibration-size", "fisher", "sparsity"])
+def test_recipes_that_reproduce_the_paper_name_its_rule(name):
+    cells = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["cells"]
+    allocations = [cell.get("allocation") for cell in cells if "fwanda" in cell["method"]]
+    assert allocations and all("row" in (allocation or []) for allocation in allocations)
 
 
 BROKEN = {
@@ -225,8 +239,8 @@ BROKEN = {
     "cells: [{method: wanda, dtype: [float32, bfloat16]}]": "one model serves all cells; give device and dtype in base",
     "[": "cannot read the recipe",
     "base: 3\ncells: [{method: wanda}]": "base must be a mapping",
-    "base: {seed: 7}\ncells: [{method: wanda}]": "give seeds, a list beside cells, in place of seed",
-    "cells: [{method: wanda, seed: [1, 2]}]": "give seeds, a list beside cells, in place of seed",
+    "base: {seed: 7}\ncells: [{method: wanda}]": "give a list of seeds beside cells, and no seed in base or in a cell",
+    "cells: [{method: wanda, seed: [1, 2]}]": "give a list of seeds beside cells, and no seed in base or in a cell",
 }
 
 
@@ -240,7 +254,7 @@ def test_a_broken_recipe_is_one_line(tmp_path, text):
 
 
 def test_a_recipe_that_does_not_exist_names_those_that_do():
-    with pytest.raises(UserError, match="recipes that come along: .*main"):
+    with pytest.raises(UserError, match="recipes of the package: .*main"):
         Recipe.load("nothing")
 
 
@@ -255,16 +269,13 @@ def test_the_command_writes_the_tables(recipe, tmp_path, capsys):
     assert [row["nsamples"] for row in rows] == ["17", "17"]
 
 
-def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys):
     tiny.llama().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    argv = ["sweep", str(tmp_path / "model"), str(recipe([{"method": "magnitude"}])), "--output", str(tmp_path / "out")]
-
-    def interrupt(*_args, **_settings):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep, "prune", interrupt)
-    assert cli.main(argv) == 130
+    pipe, path = tmp_path / "eval.txt", str(recipe([{"method": "magnitude"}]))
+    argv = ["sweep", str(tmp_path / "model"), path, "--output", str(tmp_path / "out"), "--eval", str(pipe)]
+    with interrupted_while_reading(pipe, tiny.text(800), (tmp_path / "out" / "cells").exists):
+        assert cli.main(argv) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "fwanda: interrupted; the same command goes on"
 
 
@@ -280,13 +291,13 @@ def test_a_perplexity_that_is_not_finite_is_shown(recipe, tmp_path):
     found = Recipe.load(recipe([{"method": "wanda"}], seeds=[0, 1]))
     cells = run(found, tmp_path / "out")
     cells[0]["perplexity"] = math.inf
-    written = sweep_report.write(sweep_report.lines(found.cells, cells), tmp_path / "out")
+    written = write(found, cells, tmp_path / "out")
     assert "| inf |" in (tmp_path / "out" / "results.md").read_text() and [p.suffix for p in written] == [".csv", ".md"]
 
 
 def test_cells_that_differ_in_order_have_rows_of_their_own(recipe):
     found = Recipe.load(recipe([{"method": "wanda", "order": ["onepass", "sequential"]}])).cells
-    assert [sweep.describe(config, found) for config in found] == [
+    assert [describe(config, found) for config in found] == [
         "wanda uniform 0.5", "wanda uniform 0.5 order=sequential",
     ]  # fmt: skip
 
