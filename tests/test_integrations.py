@@ -1,5 +1,6 @@
-"""What the adapters have in common: lazy hosts, versions, n:m, and examples that run."""
+"""What all adapters share: hosts imported late, tested versions, the meaning of n:m, and examples that run."""
 
+import importlib
 import runpy
 import subprocess
 import sys
@@ -53,46 +54,33 @@ def test_an_untested_version_gives_one_warning_that_names_both(version):
     assert len(caught) == 1
 
 
-def test_the_pruner_imports_no_adapter_and_the_package_no_host():
+def test_the_pruner_imports_no_adapter():
     loaded = python(
         "import sys; sys.path.insert(0, '..')\n"
         "import fwanda_pruner, fwanda_pruner.run.pipeline\n"
-        "a = [m for m in sys.modules if m.startswith('fwanda_pruner.integrations')]\n"
-        "import fwanda_pruner.integrations\n"
-        "b = [m for m in sys.modules if m.startswith('fwanda_pruner.integrations.')]\n"
-        "print(a, b, 'torch.ao.pruning' in sys.modules, 'llmcompressor' in sys.modules)"
+        "print([m for m in sys.modules if m.startswith('fwanda_pruner.integrations')])"
     )
-    assert loaded == "[] [] False False"
+    assert loaded == "[]"
 
 
-def test_the_adapters_of_torch_need_neither_transformers_nor_a_dataset():
+def test_the_package_imports_no_host_and_the_adapters_of_torch_nothing_but_torch():
     loaded = python(
         "import sys; sys.path.insert(0, '..')\n"
+        "import fwanda_pruner.integrations\n"
+        "print([m for m in sys.modules if m.startswith('fwanda_pruner.integrations.')],"
+        " 'torch.ao.pruning' in sys.modules, 'llmcompressor' in sys.modules)\n"
         "from fwanda_pruner.integrations import nn_prune, wanda_style, ao_sparsifier\n"
         "print([m for m in ('transformers', 'datasets', 'safetensors') if m in sys.modules])"
     )
-    assert loaded == "[]"
+    assert loaded == "[] False False\n[]"
 
 
-def test_budgets_need_no_transformers():
-    loaded = python(
-        "import sys; sys.path.insert(0, '..')\n"
-        "import fwanda_pruner.allocate.budgets\n"
-        "print([m for m in ('transformers', 'datasets', 'safetensors') if m in sys.modules])"
-    )
-    assert loaded == "[]"
-
-
-def test_a_torch_without_the_host_gives_an_import_error_that_names_the_extra():
-    message = python(
-        "import sys; sys.path.insert(0, '..')\n"
-        "sys.modules['torch.ao.pruning'] = None\n"
-        "try:\n"
-        "    import fwanda_pruner.integrations.ao_sparsifier\n"
-        "except ImportError as error:\n"
-        "    print(error)"
-    )
-    assert "torch.ao.pruning" in message and "fwanda-kernels[prune]" in message and torch.__version__ in message
+def test_a_torch_without_the_host_gives_an_import_error_that_names_the_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "fwanda_pruner.integrations.ao_sparsifier", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.ao.pruning", None)
+    with pytest.raises(ImportError, match=r"no torch\.ao\.pruning.*fwanda-kernels\[prune\]") as error:
+        importlib.import_module("fwanda_pruner.integrations.ao_sparsifier")
+    assert torch.__version__ in str(error.value)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

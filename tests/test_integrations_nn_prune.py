@@ -167,9 +167,9 @@ def test_a_bad_call_leaves_the_module_as_it_was():
     layer, own = model[0], statistics[model[0], "weight"]
     before = dict(layer.named_parameters())
     for call, message in [
-        (lambda: wanda_unstructured(layer, "weight", own, amount=1), "numbers of weights"),
+        (lambda: wanda_unstructured(layer, "weight", own, amount=1), "not a number of weights"),
         (lambda: wanda_unstructured(layer, "weight", own, amount=1.5), "decimal in"),
-        (lambda: wanda_unstructured(layer, "bias", own, amount=0.5), "only the weight"),
+        (lambda: wanda_unstructured(layer, "bias", own, amount=0.5), "name must be 'weight'"),
         (lambda: wanda_unstructured(layer, "weight", statistics[model[2], "weight"], amount=0.5), "another module"),
         (lambda: wanda_unstructured(nn.Conv1d(2, 2, 1), "weight", own, amount=0.5), "Conv1d must be an nn.Linear"),
         (lambda: fwanda_unstructured(layer, "weight", own, amount=0.5), "SUM of the losses"),

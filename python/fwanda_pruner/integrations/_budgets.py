@@ -1,4 +1,4 @@
-"""What the adapters share: exact fractions, checks in one read of the device, and the row budgets of F-Wanda."""
+"""Helpers of the adapters: exact fractions, checks for NaN and inf, and the row budgets of F-Wanda."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_GRADIENT = "has no output gradient: run backward() on the SUM of the losses 
 
 
 def exact_fraction(name: str, value: float | str | Fraction) -> Fraction:
-    """The decimal that was written: 0.7 is 7/10.
+    """Read a fraction removed exactly as it is written: 0.7 is 7/10, not the nearest binary float.
 
     Raises:
-        UserError: not a fraction in [0, 1).
+        UserError: value is not a decimal in [0, 1).
     """
     try:
         fraction = Fraction(str(value))
@@ -37,17 +37,25 @@ def check_finite(name: str, tensor: Tensor) -> None:
     """Refuse NaN and inf.
 
     Raises:
-        UserError: naming the tensor.
+        UserError: the tensor has one; the message names the tensor.
     """
     if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
         raise UserError(f"{name} has NaN or inf values")
 
 
 def checked_mask(select: Callable[..., Tensor], name: str, weight: Tensor, scale: Tensor, *rest, **settings) -> Tensor:
-    """The mask of a selection op, which looks for bad values on its way: no pass over the weight of its own.
+    """Call a selection op and refuse NaN and inf. The op itself reports them, so the weight is read only once.
+
+    Args:
+        select: op that returns a mask and takes `bad=`.
+        name: of the layer, for messages.
+        weight, scale, rest, settings: arguments of the op.
+
+    Returns:
+        [R, C] bool, True = kept.
 
     Raises:
-        UserError: the weight or the scale is not finite, naming it.
+        UserError: the weight or the scale is not finite; the message says which.
     """
     bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
     mask = select(weight, scale, *rest, bad=bad, **settings)
@@ -56,10 +64,10 @@ def checked_mask(select: Callable[..., Tensor], name: str, weight: Tensor, scale
 
 
 def refuse_bad(name: str, code: int) -> None:
-    """Put the `bad` code of a selection op into words.
+    """Turn the `bad` code of a selection op into an error.
 
     Raises:
-        UserError: code is not 0.
+        UserError: code is not 0. The message says in words what the code means.
     """
     if code:
         hint = "; scale is the norm of each input column" if code & 2 else ""
@@ -67,17 +75,17 @@ def refuse_bad(name: str, code: int) -> None:
 
 
 def measured_norm(name: str, layer: fk.LayerStatistics) -> Tensor:
-    """[C] fp32 norm of each input column, with a warning where no token came by."""
+    """[C] fp32 norm of each input column: ones, with a warning, if the layer saw no token."""
     if not layer.n_tokens:
         warnings.warn(f"{name} saw no calibration token: its weights are ranked by magnitude", stacklevel=3)
     return layer.norm
 
 
 def gradients_seen(names: Sequence[str], layers: Sequence[fk.LayerStatistics]) -> list[bool]:
-    """Whether a backward pass left anything in each g2.
+    """For each layer, whether g2 has a value other than 0, as it has after a backward pass.
 
     Raises:
-        UserError: a g2 was not measured or is not finite, naming the module.
+        UserError: a g2 was not measured or is not finite; the message names the module.
     """
     for name, layer in zip(names, layers, strict=True):
         if layer.g2 is None:
@@ -90,10 +98,10 @@ def gradients_seen(names: Sequence[str], layers: Sequence[fk.LayerStatistics]) -
 
 
 def check_gradient(name: str, layer: fk.LayerStatistics) -> None:
-    """Refuse g2 of a module that saw tokens but no backward pass.
+    """Refuse the statistics of a module that saw tokens but no backward pass.
 
     Raises:
-        UserError: saying what to run, or that g2 is not finite.
+        UserError: g2 is missing, is 0 everywhere or is not finite; the message says what to run.
     """
     (seen,) = gradients_seen([name], [layer])
     if layer.n_tokens and not seen:
@@ -101,13 +109,15 @@ def check_gradient(name: str, layer: fk.LayerStatistics) -> None:
 
 
 def row_budgets(name: str, layer: fk.LayerStatistics, total: int, *, k_max: int, power: float) -> Tensor:
-    """[R] int64 weights kept in each row: proportional to omega^power, summing to total (the paper, equation 3).
+    """Number of weights kept in each row, [R] int64: proportional to omega^power, with the sum `total`.
+
+    Source: the F-Wanda paper, equation 3.
 
     Raises:
-        UserError: no backward pass ran, or the total is out of reach.
+        UserError: no backward pass ran, or the total is less than one weight a row.
     """
     check_gradient(name, layer)
     rows = len(layer.g2)
     if total < rows:
-        raise UserError(f"{name} would keep {total} weights in {rows} rows; a row budget keeps at least 1 in each")
+        raise UserError(f"{name} would keep {total} weights in {rows} rows, but each row keeps at least 1; remove less")
     return fk.allocate_row_budgets(floored_omega(layer) ** power, total, k_max=k_max)

@@ -1,4 +1,4 @@
-"""Wanda and F-Wanda as a sparsifier of torch.ao.pruning: a home for users of torchao's WandaSparsifier.
+"""Wanda and F-Wanda as a sparsifier of torch.ao.pruning, for users of the WandaSparsifier that torchao removed.
 
     sparsifier = WandaSparsifier(sparsity_level=0.5)
     sparsifier.prepare(model, config=None)
@@ -6,18 +6,19 @@
     sparsifier.step()
     sparsifier.squash_mask()
 
-torchao had a class of this name in torchao/sparsity/wanda.py until pytorch/ao pull request 4728 removed
-torchao.sparsity. What differs from it (read at commits 386d6e6 and 17c9531 of pytorch/ao):
+torchao had a class of this name in torchao/sparsity/wanda.py until pull request 4728 of pytorch/ao removed
+torchao.sparsity. This class differs from it (as it was at commits 386d6e6 and 17c9531 of pytorch/ao):
 
-- Scale: its PerChannelNormObserver (torchao/sparsity/utils.py) summed the squared norm of each input channel, and the
-  score was |W| times that sum, with no square root. Here it is |W| * sqrt(sum), as in the Wanda paper.
-- Ranking: it ranked the whole matrix at once. Here each row is ranked by itself and loses floor(sparsity * C).
-- Blocks: it ignored sparsity_level when semi_structured_block_size was given and removed half of each block. Here the
-  level decides how many of the block go: 0.75 with blocks of 4 keeps 1 of 4. The default, 0.5, is what it did.
-- Ties: it used an argsort that is not stable. Here the lowest column is removed first.
-- Steps: it added to the mask in each step. Here a step selects anew from the original weights, so that the count is the
-  level's; masks of rising levels need not be nested.
-- Statistics end with the first step; there they went on until squash_mask().
+- Scale: there the score was |W| times the sum of squares of each input channel, without a square root, from
+  PerChannelNormObserver in torchao/sparsity/utils.py. Here it is |W| * sqrt(sum), as in the Wanda paper.
+- Ranking: there all weights of a matrix were ranked together. Here each row is ranked alone and loses
+  floor(sparsity * C) weights.
+- Blocks: there semi_structured_block_size removed half of each block, whatever sparsity_level was. Here the level says
+  how many weights of a block are removed: 0.75 with blocks of 4 keeps 1 of 4. With the default, 0.5, both agree.
+- Ties: there the sort was not stable. Here the lowest column is removed first among equal scores.
+- Steps: there each step added to the mask. Here each step selects again from the original weights, so the count always
+  matches the level. A mask of a higher level need not contain that of a lower one.
+- Statistics: there they were collected until squash_mask(). Here the first step ends the collection.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ check_version("torch", torch.__version__, "2.10", "2.13")
 
 
 class WandaSparsifier(BaseSparsifier):
-    """Ranks |W| * norm of the inputs that a model sees between prepare() and the first step().
+    """Ranks weights by |W| times the norm of the inputs that the model gets between prepare() and the first step().
 
     Args:
         sparsity_level: fraction removed, an exact decimal in [0, 1).
-        semi_structured_block_size: m: of every m columns sparsity_level * m go, a whole number. None: unstructured.
-        allocation: "uniform" (Wanda): every row keeps the same number; "row" (F-Wanda): budgets from the gradients of
-            the SUM of the token losses, whose backward() must run between prepare() and step().
-        power: exponent of omega^power, for "row".
+        semi_structured_block_size: block size m. Of every m columns, sparsity_level * m are removed, which must be a
+            whole number. None is unstructured.
+        allocation: "uniform" (Wanda): every row keeps the same number of weights. "row" (F-Wanda): row budgets come
+            from the gradients of the SUM of the token losses; its backward() must run between prepare() and step().
+        power: exponent p of omega^p, for "row".
 
-    Each can be overridden for one tensor in the config of prepare(). The module tells how it differs from torchao's.
-    The masks are those of fk.row_topk_mask() and fk.nm_mask(), tie rule included.
+    The config of prepare() can override each setting for one tensor. The docstring of this module lists how the class
+    differs from torchao's. The masks are those of fk.row_topk_mask() and fk.nm_mask(), tie rule included.
     """
 
     _collected: fk.collect_statistics | None = None
@@ -78,10 +80,14 @@ class WandaSparsifier(BaseSparsifier):
         )
 
     def prepare(self, model: nn.Module, config: list[dict] | None = None) -> None:
-        """Add the masks and start to collect; config None takes every nn.Linear below the model.
+        """Add masks to the model and start collecting statistics.
+
+        Args:
+            model: the model.
+            config: one dict a tensor, as for every sparsifier of the host; None takes every nn.Linear in the model.
 
         Raises:
-            UserError: a tensor cannot be pruned as asked, naming it; the model is then unchanged.
+            UserError: a tensor cannot be pruned as asked. The message names it, and the model has not changed.
         """
         if self.groups:
             raise UserError("prepare() was called before; use a new sparsifier for another model")
@@ -103,11 +109,11 @@ class WandaSparsifier(BaseSparsifier):
         self._collected.start()
 
     def step(self, use_path: bool = True) -> None:
-        """Select every mask anew from the original weights; the first step ends the collection.
+        """Select every mask again from the original weights. The first step ends the collection of statistics.
 
         Raises:
-            UserError: the model saw no input, a tensor has NaN or inf, or "row" finds no gradient. The collection goes
-                on unless statistics were complete.
+            UserError: the model saw no input, a tensor has NaN or inf, or "row" has no gradients. If statistics are
+                missing, the collection goes on.
         """
         if self.enable_mask_update and self._collected is not None:
             self._take_statistics()
@@ -134,7 +140,7 @@ class WandaSparsifier(BaseSparsifier):
             self._collected = None
 
     def update_mask(self, module: nn.Module, tensor_name: str, **group) -> None:
-        """Write the mask of one tensor in place, 1 = kept; called by step()."""
+        """Write the mask of one tensor in place, 1 = kept. The host calls this in step()."""
         name, level = group["tensor_fqn"], exact_fraction("sparsity_level", group["sparsity_level"])
         parametrization = getattr(module.parametrizations, tensor_name)
         weight, mask, state = parametrization.original.detach(), parametrization[0].mask, self.state[name]
@@ -152,7 +158,7 @@ class WandaSparsifier(BaseSparsifier):
         mask.copy_(checked_mask(fk.row_topk_mask, name, weight, scale, keep))
 
     def squash_mask(self, *args, **kwargs) -> None:
-        """Multiply the masks into the weights and remove them, as every sparsifier of the host does."""
+        """Multiply the weights by their masks and remove the masks, as every sparsifier of the host does."""
         self._stop()
         super().squash_mask(*args, **kwargs)
 
@@ -160,7 +166,7 @@ class WandaSparsifier(BaseSparsifier):
 def _check(
     *, module, module_fqn, tensor_fqn, tensor_name, sparsity_level, semi_structured_block_size, allocation, **_
 ) -> None:
-    """Refuse a group that step() could not serve."""
+    """Refuse settings of a tensor that step() could not serve."""
     if module is None or tensor_name != "weight":
         raise UserError(f"{tensor_fqn} must be the weight of a module of the model")
     check_linear(module_fqn or "the model", module)
@@ -170,7 +176,7 @@ def _check(
     if block is None:
         return
     if allocation == "row":
-        raise UserError(f"{tensor_fqn}: a budget per row cancels inside a block; use allocation uniform with blocks")
+        raise UserError(f"{tensor_fqn}: a row budget cancels inside a block; use allocation uniform with blocks")
     if not isinstance(block, int) or block < 1 or (level * block).denominator != 1:
         raise UserError(
             f"{tensor_fqn}: sparsity_level {sparsity_level} must remove a whole number of a block of {block!r} columns"

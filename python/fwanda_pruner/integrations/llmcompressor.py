@@ -1,7 +1,7 @@
-"""llm-compressor: F-Wanda as a modifier, and our kernels under its own Wanda and SparseGPT.
+"""llm-compressor as a host: F-Wanda as a modifier, and our kernels inside the host's own Wanda and SparseGPT.
 
-Importing this module registers `FWandaModifier` as a key of YAML recipes. The host writes an n:m `mask_structure` as
-PRUNE n of m; it becomes keep n of m at this edge.
+Importing this module registers `FWandaModifier` as a key of YAML recipes. In the host, `mask_structure` "n:m" means
+PRUNE n of m; this module converts it to the number kept.
 """
 
 from __future__ import annotations
@@ -42,38 +42,39 @@ except ImportError as error:
 
 __all__ = ["FWandaModifier", "use_fwanda_kernels"]
 
-_CALIBRATED = ("frozen", "compressed", "decompressed")  # states of a quantised layer whose weight is fixed
+_CALIBRATED = ("frozen", "compressed", "decompressed")  # statuses of a quantised layer whose weight no longer changes
 _TEXT_KEYS = {"input_ids", "attention_mask", "labels", "loss_mask", "token_type_ids", "position_ids"}
 _DAMPING_RETRIES = 4
 
 check_version("llmcompressor", llmcompressor.__version__, "0.14", "0.14")
-if not hasattr(SparsityModifierBase, "on_calibration_start"):  # the modifier would never be called
+if not hasattr(SparsityModifierBase, "on_calibration_start"):  # the host would never call the modifier
     raise ImportError(
-        f"llmcompressor {llmcompressor.__version__} has another life cycle of modifiers: "
+        f"llmcompressor {llmcompressor.__version__} has another life cycle of modifiers, expected that of 0.14: "
         f'pip install "fwanda-kernels[llmcompressor]"'
     )
 
 
 class FWandaModifier(SparsityModifierBase):
-    """F-Wanda in an llm-compressor recipe: Wanda's score with a keep budget for each row.
+    """F-Wanda in an llm-compressor recipe: Wanda's score, with a budget of kept weights for each row.
 
-    When its pipeline starts, one forward and one backward pass over the same calibration samples measure the dense
-    model's Fisher information and fix the budgets; the whole model must then fit on the device. The pipeline's own
-    passes measure the input norms that rank within a row: under the `sequential` pipeline on the outputs of the pruned
-    layers below, as the host's Wanda does.
+    When the pipeline starts, the modifier runs one forward and one backward pass of the dense model over the
+    calibration samples. These measure the Fisher information, which fixes the budgets; the whole model must fit on the
+    device. The pipeline's own passes then measure the input norms that rank the weights of a row. In the `sequential`
+    pipeline the inputs come from the pruned layers below, as in the host's Wanda.
 
     Args:
-        sparsity: fraction removed, read as an exact decimal; default 0.5, or what mask_structure implies.
-        allocation: "row" (the paper: by omega^power inside each matrix), "global" (over all targets) or "uniform".
+        sparsity: fraction removed, read as an exact decimal. The default is 0.5, or what mask_structure implies.
+        allocation: "row" (budgets inside each matrix by omega^power, as in the paper), "global" (over all targets) or
+            "uniform".
         power: exponent p of "row".
-        row_exponent, layer_exponent: damping of "global".
-        mask_structure: the host's "n:m", PRUNE n of every m; "0:0" is unstructured. Budgets cancel inside a group, so
-            under a pattern this is Wanda, and a warning says so.
+        row_exponent, layer_exponent: damping exponents of "global".
+        mask_structure: "n:m" as in the host, PRUNE n of every m; "0:0" is unstructured. Row budgets cancel inside a
+            group, so with a pattern this is the host's Wanda, and a warning says so.
         targets, ignore: as in the host; the output head is ignored by default.
 
     Raises:
-        UserError: in calibration, naming what: a target is quantised, parametrised, shared or not linear, the
-            calibration samples are padded or not text, or a value is not finite.
+        UserError: in calibration, if a target is quantised, parametrised, shared or not linear, if the samples are
+            padded or not text, or if a value is not finite. The message names it.
         pydantic.ValidationError: a setting is not allowed.
     """
 
@@ -92,26 +93,28 @@ class FWandaModifier(SparsityModifierBase):
     @model_validator(mode="after")
     def _read_settings(self) -> FWandaModifier:
         if self.sparsity_profile is not None:
-            raise UserError(f"sparsity_profile {self.sparsity_profile!r} contradicts FWandaModifier's own allocation")
+            raise UserError(
+                f"FWandaModifier has its own allocation, got sparsity_profile {self.sparsity_profile!r}; remove it"
+            )
         settings = {k: getattr(self, k) for k in ("allocation", "sparsity", "power", "row_exponent", "layer_exponent")}
         prune_n, m = self._prune_n, self._prune_m
         pattern = f"{kept_of(prune_n, m)}:{m}" if prune_n else None
         self._config = PruneConfig(method="fwanda", pattern=pattern, **settings).resolved()
         if self.allocation in RESPONSES:
             raise UserError(
-                f"allocation must be row, global or uniform, got {self.allocation}, which measures the pruned model: "
-                f"only fwanda_pruner.prune() does that"
+                f"allocation must be row, global or uniform, got {self.allocation}, which measures the pruned model; "
+                f"use fwanda_pruner.prune() for it"
             )
         if pattern:
             warnings.warn(
-                f"fwanda with mask_structure {self.mask_structure} is exactly Wanda's: a factor for each row cancels "
-                f"inside a group",
+                f"with mask_structure {self.mask_structure} the result is exactly Wanda's: row budgets cancel inside a "
+                f"group",
                 stacklevel=2,
             )
         return self
 
     def on_initialize(self, state, **kwargs) -> bool:
-        """The host's set-up, after the checks that need no text."""
+        """Set up as the host does, after the checks that need no text."""
         if state.data.calib is None:
             raise UserError("FWandaModifier needs calibration samples: pass dataset= to oneshot()")
         done = super().on_initialize(state, **kwargs)
@@ -119,9 +122,9 @@ class FWandaModifier(SparsityModifierBase):
         return done
 
     def on_calibration_start(self, state, event, **kwargs) -> None:
-        """Fix the budgets on the dense model, then let the pipeline's passes measure the inputs."""
+        """Fix the budgets on the dense model, then hook the targets, whose inputs the pipeline's passes measure."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise UserError("FWandaModifier runs in one process: each rank would prune by its own samples")
+            raise UserError("FWandaModifier runs in one process only, since each rank would prune by its own samples")
         with disable_offloading():
             targets = self._find_targets()
             check_model(state.model, targets, self._config)
@@ -132,7 +135,7 @@ class FWandaModifier(SparsityModifierBase):
             self.register_hook(target.module, self.calibrate_module, "forward")
 
     def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
-        """Forward hook: add the squared sums of the input's columns."""
+        """Forward hook: add the sums of squares of the input's columns."""
         x, name = args[0].detach(), self._pending[module].name
         if name not in self._inputs:
             self._inputs[name] = fk.LayerStatistics(torch.zeros(x.shape[-1], device=x.device), None, n_tokens=0)
@@ -140,11 +143,11 @@ class FWandaModifier(SparsityModifierBase):
         self._inputs[name].n_tokens += x.shape[:-1].numel()
 
     def compress_modules(self) -> None:
-        """Prune the modules whose inputs have been measured."""
+        """Prune the modules that have seen input. The host calls this when their inputs are complete."""
         self._prune([t for t in self._pending.values() if t.name in self._inputs])
 
     def on_calibration_end(self, state, event, **kwargs) -> None:
-        """Prune what saw no token by magnitude, and remove the hooks."""
+        """Remove the hooks, and prune modules that saw no token by magnitude."""
         super().on_calibration_end(state, event, **kwargs)
         unseen = list(self._pending.values())
         for target in unseen:
@@ -154,18 +157,18 @@ class FWandaModifier(SparsityModifierBase):
         self._budgets = None
 
     def _find_targets(self) -> list[Target]:
-        """The linear layers that targets and ignore name, each fit to be pruned."""
-        found: dict[nn.Module, str] = {}
+        """The linear layers that `targets` matches and `ignore` does not; refuses one that cannot be pruned."""
+        names: dict[nn.Module, str] = {}
         for prefix, layer in self._target_layers.items():
             for suffix, module in match_named_modules(layer, PRUNABLE_LAYER_TYPES):
                 name = f"{prefix}.{suffix}".strip(".")
                 if not is_match(name, module, self.ignore):
-                    found.setdefault(module, name)
-        if not found:
+                    names.setdefault(module, name)
+        if not names:
             raise UserError(f"no linear layer matches targets {self.targets} outside ignore {self.ignore}")
-        for module, name in found.items():
+        for module, name in names.items():
             _check_weight(name, module)
-        return [Target(name, 0, module) for module, name in found.items()]
+        return [Target(name, 0, module) for module, name in names.items()]
 
     def _measure_budgets(self, model: nn.Module, targets: list[Target], samples: Iterable) -> dict[str, Tensor] | None:
         config = self._config
@@ -220,12 +223,13 @@ def _calibrate(model: nn.Module, windows: list[Tensor], targets: list[Target], f
 
 
 def _windows(samples: Iterable) -> list[Tensor]:
-    """Token ids [L] of each calibration sample; the samples of the pipeline that reads them next.
+    """Token ids [L] of each calibration sample.
 
-    A shuffling loader draws by torch's global generator, which is left as it was.
+    The pipeline reads the same samples afterwards, so the state of torch's global generator, which a shuffling loader
+    uses, is restored.
 
     Raises:
-        UserError: a batch is padded or is not text alone, or there is none.
+        UserError: a batch is padded or holds more than text, or there is none.
     """
     windows: list[Tensor] = []
     with torch.random.fork_rng(devices=[]):
@@ -233,12 +237,12 @@ def _windows(samples: Iterable) -> list[Tensor]:
             extra = set(batch) - _TEXT_KEYS
             if extra or "input_ids" not in batch:
                 raise UserError(
-                    f"FWandaModifier reads text alone (input_ids), got batches of {', '.join(sorted(batch))}"
+                    f"FWandaModifier reads text only (input_ids), got batches of {', '.join(sorted(batch))}"
                 )
             ids, mask = batch["input_ids"], batch.get("attention_mask")
             if mask is not None and not bool(mask.all()):
                 raise UserError(
-                    "the calibration batches are padded, and padding would count as input: use batch_size=1 or "
+                    "the calibration batches are padded, and padding would count as text; use batch_size=1 or "
                     'data_collator="truncation"'
                 )
             windows.extend(ids)
@@ -248,7 +252,7 @@ def _windows(samples: Iterable) -> list[Tensor]:
 
 
 def _check_weight(name: str, module: nn.Module) -> None:
-    """Refuse, by name, what has no plain floating weight matrix, or one whose quantisation is fixed."""
+    """Refuse a module without a plain weight matrix in bf16, fp16 or fp32, or one that is already quantised."""
     status = getattr(module, "quantization_status", None)
     if getattr(status, "value", status) in _CALIBRATED:
         raise UserError(f"{name} is quantised ({type(module).__name__}); prune before quantising")
@@ -256,6 +260,7 @@ def _check_weight(name: str, module: nn.Module) -> None:
 
 
 def _refuse_shared(model: nn.Module, targets: list[Target]) -> None:
+    """Refuse a target whose weight another module uses too."""
     chosen = {id(t.module.weight): t for t in targets}
     for name, module in model.named_modules():
         target = chosen.get(id(module._parameters.get("weight")))
@@ -265,22 +270,24 @@ def _refuse_shared(model: nn.Module, targets: list[Target]) -> None:
 
 @contextmanager
 def use_fwanda_kernels() -> Iterator[None]:
-    """Inside, the host's WandaPruningModifier and SparseGPTModifier prune by our kernels.
+    """Let the host's WandaPruningModifier and SparseGPTModifier prune with our kernels inside the `with` block.
 
-    Statistics, counts and the Cholesky factor stay the host's, so that the masks do too:
+    The host still computes statistics, counts and the Cholesky factor, so the masks stay the same:
 
-    - Wanda, unstructured: the same bits, ties included. Under n:m, where the host leaves the choice among equal scores
-      to torch.topk, ours removes the lowest column.
-    - SparseGPT: as many weights of each block of columns as the host's threshold takes when no scores are equal,
-      int(s * size) + 1. From the same inputs a layer's weights agree to fp32 rounding, and so its mask but for scores
-      at the cut that are equal or that close. Over many layers such flips multiply, as they do in the host alone
-      between numbers of threads.
-    - Where a Hessian has no factor the host goes on with the identity; here the damping is raised, with a warning.
-      `preserve_sparsity_mask`, and a pattern that does not divide both the columns and block_size, stay with the host.
+    - Wanda, unstructured: the same bits, ties included. With a pattern n:m, the host's torch.topk may remove any of
+      several equal scores; ours removes the lowest column.
+    - SparseGPT: each block of columns loses int(s * size) + 1 weights, as many as the host's threshold removes if no
+      scores are equal. From the same inputs, a layer's weights are equal but for fp32 rounding, and its mask is equal
+      but for scores at the cut that rounding decides. Over many layers such differences grow, as they do in the host
+      alone if the number of threads changes.
+    - SparseGPT, if a Hessian has no Cholesky factor: the host uses the identity instead. Here the damping is raised,
+      with a warning.
+    - The host keeps what our kernels do not serve: `preserve_sparsity_mask`, and patterns that do not divide both the
+      columns and block_size.
 
     Raises:
-        UserError: naming the layer: when calibration starts, it is quantised or parametrised; under Wanda, its weight
-            or inputs are not finite; under SparseGPT, its Hessian has no factor.
+        UserError: a layer is quantised or parametrised when calibration starts; in Wanda, its weight or inputs are not
+            finite; in SparseGPT, its Hessian has no factor. The message names the layer.
     """
     names: dict[nn.Module, str] = {}
     start = SparsityModifierBase.on_calibration_start
@@ -301,7 +308,7 @@ def use_fwanda_kernels() -> Iterator[None]:
 
 
 def _wanda_weight(stock, names, *, module, row_scalars_dict, sparsity, prune_n, prune_m) -> Tensor:
-    """The host's Wanda selection: returns the pruned copy of the weight."""
+    """Replaces the host's Wanda selection `stock`; returns a pruned copy of the weight."""
     if not isinstance(module, nn.Linear):
         return stock(module, row_scalars_dict, sparsity, prune_n, prune_m)
     weight = module.weight.detach().clone()

@@ -5,8 +5,9 @@
     wanda_unstructured(model.fc, "weight", stats["fc"], amount=0.5)
     prune.remove(model.fc, "weight")
 
-As in the host, `amount` is the fraction of what is not pruned yet: twice 0.5 removes three quarters, and what is pruned
-stays pruned. Unlike there it is read as an exact decimal, and a whole number (there: how many) is refused.
+As in the host, `amount` is a fraction of the weights that are not pruned yet: 0.5 twice removes three quarters. Pruned
+weights stay pruned. Unlike in the host, the fraction is read as an exact decimal. An integer, which the host takes as a
+number of weights, is refused.
 """
 
 from __future__ import annotations
@@ -38,30 +39,32 @@ check_version("torch", torch.__version__, "2.10", "2.13")
 
 
 class WandaUnstructured(prune.BasePruningMethod):
-    """Keep the keep[i] weights of each row with the largest |W_ij| * scale_j, never one that is pruned already.
+    """Keep the keep[i] weights of row i with the largest |W_ij| * scale_j, among those that are not pruned yet.
 
     Args:
         scale: [C] fp32, finite and >= 0: the norm of each input column.
-        keep: int, or [R] int64: kept per row; where fewer are left unpruned, all of those.
+        keep: int, or [R] int64: weights kept in each row. A row with fewer unpruned weights keeps all of them.
 
-    Tie rule: among equal scores the lowest column is removed first. With `importance_scores` these take the place of W.
-    Source: Sun et al. 2024 (Wanda), equation 1; with budgets, the paper, algorithm 1.
+    If the host passes `importance_scores`, these are used in place of W.
+
+    Tie rule: among equal scores the lowest column is removed first.
+    Source: Sun et al. 2024 (Wanda), equation 1; with a budget for each row, the F-Wanda paper, algorithm 1.
     """
 
-    PRUNING_TYPE = "global"  # a PruningContainer then passes whole matrices, so that a row stays a row
+    PRUNING_TYPE = "global"  # makes a PruningContainer pass whole matrices and not flat lists of weights
 
     def __init__(self, scale: Tensor, keep: int | Tensor):
         self.scale, self.keep = scale, keep
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
-        """[R, C] mask in the dtype of default_mask, 1 = kept, 0 wherever default_mask is."""
+        """Return the mask: [R, C] in the dtype of default_mask, 1 = kept, and 0 where default_mask is 0."""
         among = default_mask != 0
         mask = checked_mask(fk.row_topk_mask, "WandaUnstructured", t.detach(), self.scale, self.keep, among=among)
         return mask.to(default_mask.dtype)
 
 
 class _Selected(WandaUnstructured):
-    """Takes the mask itself for the importance scores: it was found before the host touches the module."""
+    """Takes a ready mask as its `importance_scores`: all masks are made before the host changes any module."""
 
     def __init__(self):
         pass
@@ -76,16 +79,17 @@ def wanda_unstructured(
     """Prune a linear module by Wanda: each row loses floor(amount * its unpruned weights).
 
     Args:
-        module: nn.Linear, on the device of the statistics; reparametrised in place.
+        module: nn.Linear, on the device of the statistics. The host reparametrises it in place.
         name: "weight".
-        statistics: of collect_statistics() on this module; x2 is read.
+        statistics: of this module, from collect_statistics(); x2 is read.
         amount: fraction of the unpruned weights of each row, an exact decimal in [0, 1).
 
     Returns:
         The module, with `weight_orig` and `weight_mask` as after any method of the host.
 
     Raises:
-        UserError: the module, its weight, the statistics or amount do not fit.
+        UserError: the module cannot be pruned, the statistics are of another module or device, or amount is not a
+            fraction in [0, 1).
     """
     removed = _fraction(amount)
     _check(module, name, statistics)
@@ -107,13 +111,14 @@ def fwanda_unstructured(
     *,
     power: float = 0.5,
 ) -> nn.Module:
-    """Prune a linear module by F-Wanda: row budgets proportional to omega^power, the matrix loses floor(amount * left).
+    """Prune a linear module by F-Wanda: row budgets are proportional to omega^power.
 
-    Arguments, result and errors are those of wanda_unstructured(); g2 is read too, of the SUM of the token losses.
+    The matrix loses floor(amount * its unpruned weights). Arguments, result and errors are those of
+    wanda_unstructured(); g2 is read too, so backward() must run on the SUM of the token losses.
 
     Raises:
-        UserError: also, no backward pass ran, or rows have different numbers of unpruned weights: a second pass then
-            has no exact budget within those bounds.
+        UserError: also if no backward pass ran, or if rows have different numbers of unpruned weights, since then no
+            exact budget may exist.
     """
     removed = _fraction(amount)
     _check(module, name, statistics)
@@ -137,17 +142,18 @@ def global_fwanda_unstructured(
     row_exponent: float = 0.75,
     layer_exponent: float = 0.5,
 ) -> None:
-    """Prune many linear modules against one threshold: F-Wanda's global allocation, as prune.global_unstructured().
+    """Prune many linear modules against one threshold by F-Wanda's global allocation.
 
     Args:
-        parameters: (module, "weight") tuples of nn.Linear on one device; reparametrised in place.
-        statistics: (module, "weight") -> LayerStatistics with x2 and g2, of the SUM of the token losses.
-        amount: fraction of all unpruned weights together, an exact decimal in [0, 1).
+        parameters: (module, "weight") tuples as for prune.global_unstructured(), of nn.Linear on one device. The host
+            reparametrises them in place.
+        statistics: (module, "weight") -> LayerStatistics with x2, and g2 from the SUM of the token losses.
+        amount: fraction of the unpruned weights of all modules together, an exact decimal in [0, 1).
         row_exponent: damping exponent across rows.
         layer_exponent: damping exponent across modules.
 
     Raises:
-        UserError: as wanda_unstructured(); nothing is pruned then.
+        UserError: as for wanda_unstructured(); nothing is pruned then.
     """
     removed = _fraction(amount)
     parameters = list(parameters)
@@ -155,7 +161,7 @@ def global_fwanda_unstructured(
         raise UserError(f"parameters must be different (module, name) tuples, at least one, got {len(parameters)}")
     for module, name in parameters:
         if (module, name) not in statistics:
-            raise UserError(f"statistics has no entry ({_title(module)}, {name!r}); was the module ever called?")
+            raise UserError(f"statistics has no entry ({_title(module)}, {name!r}); was the module called at all?")
         _check(module, name, statistics[module, name])
     modules, layers = [module for module, _ in parameters], [statistics[p] for p in parameters]
     titles = [_title(module) for module in modules]
@@ -178,13 +184,13 @@ def global_fwanda_unstructured(
 
 
 def _left(module: nn.Linear, among: Tensor | None) -> Tensor:
-    """[R] int64 unpruned weights."""
+    """Number of unpruned weights in each row: [R] int64."""
     rows, cols = module.weight.shape
     return torch.full((rows,), cols, device=module.weight.device) if among is None else among.sum(1)
 
 
 def _global_counts(config: PruneConfig, modules: list[nn.Linear], layers: list[fk.LayerStatistics]) -> list[Tensor]:
-    """global_budgets() of the modules; where it refuses a value, the message names the module."""
+    """Call global_budgets(); if it refuses NaN or inf, name the module in the message."""
     try:
         return global_budgets(config, [module.weight.detach() for module in modules], layers)
     except ValueError:
@@ -195,10 +201,10 @@ def _global_counts(config: PruneConfig, modules: list[nn.Linear], layers: list[f
 
 
 def _within(counts: list[Tensor], left: list[Tensor]) -> list[Tensor]:
-    """Counts that nowhere exceed the unpruned weights left, with the same total.
+    """Lower counts that exceed the unpruned weights of a row, and keep the total.
 
-    A count can exceed them only where the threshold is 0, so that pruned weights tie with unpruned ones of score 0; the
-    excess then goes to the last of these.
+    This can happen only if the threshold is 0: pruned weights then tie with unpruned weights of score 0. The excess
+    goes to the last rows that have room, since among equal scores the first are removed.
     """
     sizes = [len(k) for k in counts]
     count, most = torch.cat(counts), torch.cat(left)
@@ -216,26 +222,26 @@ def _title(module: nn.Module) -> str:
 
 def _fraction(amount: float | str | Fraction) -> Fraction:
     if isinstance(amount, int):
-        raise UserError(f"amount must be a fraction, e.g. 0.5; numbers of weights are not taken, got {amount!r}")
+        raise UserError(f"amount must be a fraction, e.g. 0.5, not a number of weights, got {amount!r}")
     return exact_fraction("amount", amount)
 
 
 def _check(module: nn.Module, name: str, statistics: fk.LayerStatistics) -> None:
-    """Refuse a module that cannot be pruned, and statistics that are not its own."""
+    """Refuse a module that cannot be pruned, and statistics of another module or device."""
     if name != "weight":
-        raise UserError(f"only the weight of a linear module can be ranked by its inputs, got name {name!r}")
+        raise UserError(f"name must be 'weight': only that can be ranked by the inputs of the module, got {name!r}")
     check_linear(type(module).__name__, module, pruned=True)
     weight, sums = module.weight, (statistics.g2, statistics.x2)
     got = [None if s is None else (list(s.shape), str(s.device)) for s in sums]
     if any(g not in (None, ([size], str(weight.device))) for g, size in zip(got, weight.shape, strict=True)):
         raise UserError(
             f"the statistics are of another module or device: {_title(module)} on {weight.device} needs g2 [R], x2 [C] "
-            f"of {list(weight.shape)}, got {got}"
+            f"for [R, C] = {list(weight.shape)}, got {got}"
         )
 
 
 def _unpruned(module: nn.Linear) -> Tensor | None:
-    """[R, C] bool, True where not pruned yet; None where nothing is."""
+    """[R, C] bool, True where a weight is not pruned yet; None if the module is not pruned at all."""
     mask = getattr(module, "weight_mask", None)
     return None if mask is None else mask != 0
 
@@ -243,7 +249,7 @@ def _unpruned(module: nn.Linear) -> Tensor | None:
 def _prune(
     modules: list[nn.Linear], scales: list[Tensor], keeps: list[int | Tensor], amongs: list[Tensor | None]
 ) -> None:
-    """Find all masks, then hand them to the host: nothing is pruned where a value is refused."""
+    """Make all masks, then give them to the host. If a value is refused, no module has changed."""
     weights = [module.weight.detach() for module in modules]
     flags = torch.zeros(len(modules), dtype=torch.int32, device=weights[0].device)
     masks = [

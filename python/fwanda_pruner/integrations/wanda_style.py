@@ -1,12 +1,12 @@
-"""For forks of the Wanda reference (locuslab/wanda): its names and running mean, its selection on the kernels.
+"""Forks of the Wanda reference (locuslab/wanda) as a host: the same names and statistics, selection by the kernels.
 
     from fwanda_pruner.integrations.wanda_style import WrappedGPT, wanda_mask
 
-`WrappedGPT` takes the place of the fork's class. The lines of the fork that sort or loop over groups become one call:
+`WrappedGPT` replaces the fork's class of that name. One call replaces the lines that sort scores or loop over groups:
 
     W_mask = wanda_mask(subset[name].weight.data, wrapped_layers[name].scaler_row, ratio, prune_n, prune_m)
 
-As in the fork, W_mask is True where a weight is REMOVED, and prune_n of every prune_m go.
+As in the fork, W_mask is True where a weight is REMOVED, and prune_n of every prune_m weights are removed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from . import check_linear, kept_of
 class WrappedGPT:
     """Running mean over samples of the squared norm of each input column of a linear layer.
 
+    scaler_row has the same bits as the reference's, so masks made from it are the same too.
+
     Args:
         layer: nn.Linear.
-        layer_id, layer_name: kept as they are.
+        layer_id, layer_name: stored as attributes, as in the reference.
 
     Attributes:
-        scaler_row: [C] fp32, sum over tokens of x_j^2, divided by nsamples.
-        nsamples: sequences seen; a 2-D input counts as one.
+        scaler_row: [C] fp32, the sum over tokens of x_j^2 divided by nsamples, accumulated in fp32.
+        nsamples: number of sequences seen; a 2-D input counts as one.
         layer, dev, rows, columns: the layer, the device and the shape of its weight.
 
     Raises:
         UserError: the layer is not linear, or its weight is quantised or parametrised.
-
-    scaler_row has the bits of the reference's, which accumulates in fp32: masks from it are then equal too.
     """
 
     def __init__(self, layer: nn.Linear, layer_id: int = 0, layer_name: str = "none"):
@@ -63,26 +63,27 @@ class WrappedGPT:
 def wanda_mask(
     weight: Tensor, scaler_row: Tensor, sparsity_ratio: float = 0.5, prune_n: int = 0, prune_m: int = 0
 ) -> Tensor:
-    """The reference's W_mask: the lowest |W_ij| * sqrt(scaler_row_j), bit for bit.
+    """Select the weights with the lowest |W_ij| * sqrt(scaler_row_j), with the bits of the reference's W_mask.
 
     Args:
         weight: [R, C] bf16|fp16|fp32, finite.
-        scaler_row: [C] fp32, of WrappedGPT.
-        sparsity_ratio: unstructured: each row loses int(C * sparsity_ratio), the reference's binary floor.
-        prune_n: with prune_n > 0, PRUNE prune_n of every prune_m columns instead; a last, shorter group loses prune_n
-            too. 2:4 is the same in both conventions, 1:4 here is keep 3 of 4.
+        scaler_row: [C] fp32, from WrappedGPT.
+        sparsity_ratio: for unstructured pruning: each row loses int(C * sparsity_ratio) weights, rounded in binary
+            floating point as in the reference.
+        prune_n: if > 0, PRUNE prune_n of every prune_m columns and ignore sparsity_ratio. A last, shorter group loses
+            prune_n too. 2:4 also means keep 2 of 4, but 1:4 means keep 3 of 4.
         prune_m: columns in a group.
 
     Returns:
         [R, C] bool, True = REMOVED.
 
     Raises:
-        UserError: the ratio or the pattern does not fit.
+        UserError: the ratio is outside [0, 1], or the pattern is impossible or does not fit the columns.
         ValueError: a shape, dtype or device does not fit, or a value is not finite.
 
-    Tie rule: the lowest column is removed first. The reference's unstructured sort is stable and does the same. Its n:m
-    selection is a topk, which leaves it open which of equal scores at the cut goes: without such ties the masks are
-    equal, with them this one is still defined and the count is the same.
+    Tie rule: among equal scores the lowest column is removed first. The reference's unstructured sort is stable and
+    does the same. Its n:m selection is a topk, which may remove any of several equal scores at the cut. Without such
+    ties the masks are equal; with them the counts are equal.
     """
     bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
     masks = [
@@ -97,7 +98,7 @@ def wanda_mask(
 def wanda_prune_(
     weight: Tensor, scaler_row: Tensor, sparsity_ratio: float = 0.5, prune_n: int = 0, prune_m: int = 0
 ) -> None:
-    """Set the weights of wanda_mask() to zero, in place: `W[wanda_mask(...)] = 0` without the mask.
+    """Set the weights that wanda_mask() selects to zero, in place, without making the mask.
 
     Arguments, errors and tie rule are those of wanda_mask().
     """
@@ -111,7 +112,7 @@ def wanda_prune_(
 def _parts(
     weight: Tensor, scaler_row: Tensor, sparsity_ratio: float, prune_n: int, prune_m: int
 ) -> list[tuple[Tensor, Tensor, int, int | None]]:
-    """(columns of the weight, their scale, number kept in a row or group, group size or None) that make the matrix."""
+    """Split the columns into parts (weight, scale, number kept, m): kept of m columns, or of the row if m is None."""
     cols = weight.shape[1]
     if scaler_row.shape != (cols,):
         raise UserError(f"scaler_row must be [C]=[{cols}], got {list(scaler_row.shape)}")
