@@ -1,18 +1,18 @@
-"""The selection step of each host with and without the kernels. See conftest.py for what is printed and written.
+"""The selection step of each host with and without the kernels. conftest.py says what is printed and written.
 
-"Without" is the host's own step, or, where it ranks by no input norm, the same step in naive torch inside the host's
-calls. Both give the same masks, checked before they are timed.
+A host is a pruner that one of our adapters serves. "Without" is the host's own step. A host that cannot rank by input
+norms gets a stable sort in plain torch inside its own calls instead. Both must give the same masks before any timing.
 """
 
 import copy
 import importlib
 
-import cases
 import pytest
 import torch
-from bench_ops import serving, synchronised
-from cases import Work
-from render import HOSTS
+from bench_ops import serving_backend, synchronised
+from lib.cases.case import Case, random_scale, same
+from lib.machine import this_device
+from lib.speed_tables import HOSTS
 from torch import nn
 from torch.ao.pruning import BaseSparsifier
 from torch.nn.utils import prune
@@ -23,7 +23,7 @@ from fwanda_pruner.integrations.ao_sparsifier import WandaSparsifier
 from fwanda_pruner.integrations.nn_prune import WandaUnstructured, global_fwanda_unstructured, wanda_unstructured
 from fwanda_pruner.integrations.wanda_style import wanda_mask
 
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
+HERE = this_device()
 ROWS, COLS = {"cuda": (11008, 4096), "cpu": (1024, 1024)}[HERE]
 GLOBAL_LAYERS = {"cuda": 4, "cpu": 2}[HERE]
 
@@ -56,7 +56,7 @@ class StableSortSparsifier(BaseSparsifier):
 
 def statistics_of(layer: nn.Linear) -> fk.LayerStatistics:
     rows, cols = layer.weight.shape
-    x2, g2 = (cases.random_scale(size, HERE).square() for size in (cols, rows))
+    x2, g2 = (random_scale(size, HERE).square() for size in (cols, rows))
     return fk.LayerStatistics(x2, g2, n_tokens=1024)
 
 
@@ -81,7 +81,7 @@ def dense_again(layers: list[nn.Linear]):
     return reset
 
 
-def nn_prune_rows() -> Work:
+def nn_prune_rows() -> Case:
     layers = pairs(2)
 
     def without(layer, statistics):
@@ -91,11 +91,11 @@ def nn_prune_rows() -> Work:
     reset = dense_again([layer for layer, _ in layers])
     ours = [lambda a=a: wanda_unstructured(a[0], "weight", a[1], amount=0.5) for a in layers]
     naive = [lambda a=a: without(*a) for a in layers]
-    return Work(ours, naive, same_masks(ours, naive, reset, [layer for layer, _ in layers]), None, reset)
+    return Case(ours, naive, same_masks(ours, naive, reset, [layer for layer, _ in layers]), None, reset)
 
 
-def nn_prune_global() -> Work:
-    """The host's global_unstructured() on scores that are handed to it, against ours, which computes them too."""
+def nn_prune_global() -> Case:
+    """Global pruning. The host gets finished scores, while ours computes them too."""
     layers = pairs(GLOBAL_LAYERS)
     parameters = [(layer, "weight") for layer, _ in layers]
     statistics = dict(zip(parameters, (s for _, s in layers), strict=True))
@@ -105,7 +105,7 @@ def nn_prune_global() -> Work:
     def with_kernels():
         global_fwanda_unstructured(parameters, statistics, amount=0.5, row_exponent=1, layer_exponent=1)
 
-    scores = {  # both exponents 1: sqrt(omega_i) |W_ij| norm_j up to a factor for all, which only rounding can see
+    scores = {  # with both exponents 1: sqrt(omega_i) |W_ij| norm_j, up to one common factor
         key: key[0].weight.detach().abs() * s.x2.sqrt() * s.g2.sqrt()[:, None] for key, s in statistics.items()
     }
 
@@ -122,11 +122,11 @@ def nn_prune_global() -> Work:
         different = int((masks[0] != masks[1]).sum())
         assert masks[0].sum() == masks[1].sum() and different <= len(masks[0]) // 10000, different
 
-    return Work([with_kernels], [without], check, None, reset)
+    return Case([with_kernels], [without], check, None, reset)
 
 
-def nn_prune_again() -> Work:
-    """The mask of a second pass alone, over one that half of the weights are gone from."""
+def nn_prune_again() -> Case:
+    """The mask of a second pass alone. The first pass has removed half of the weights."""
     layers = pairs(2)
     masks = [fk.row_topk_mask(layer.weight.detach(), s.x2.sqrt(), COLS // 2).float() for layer, s in layers]
     keep = torch.full((ROWS,), COLS // 4, device=HERE)
@@ -143,7 +143,7 @@ def nn_prune_again() -> Work:
     return functions(with_kernels, without, arguments)
 
 
-def ao_rows(block=None) -> Work:
+def ao_rows(block=None) -> Case:
     layer, statistics = pairs(1)[0]
     model = nn.Sequential(layer)
     theirs = copy.deepcopy(model)
@@ -159,12 +159,12 @@ def ao_rows(block=None) -> Work:
     def check():
         sparsifier.step()
         without.step()
-        cases.same(*(m[0].parametrizations.weight[0].mask for m in (model, theirs)))
+        same(*(m[0].parametrizations.weight[0].mask for m in (model, theirs)))
 
-    return Work([sparsifier.step], [without.step], check, None)
+    return Case([sparsifier.step], [without.step], check, None)
 
 
-def fork(prune_n=0, prune_m=0) -> Work:
+def fork(prune_n=0, prune_m=0) -> Case:
     def without(weight, scaler_row):
         metric = weight.abs() * scaler_row.sqrt().reshape(1, -1)
         mask = torch.zeros_like(metric, dtype=torch.bool)
@@ -180,7 +180,7 @@ def fork(prune_n=0, prune_m=0) -> Work:
     return functions(lambda w, s: wanda_mask(w, s, 0.5, prune_n, prune_m), without, arguments)
 
 
-def compressor_wanda(prune_n=0, prune_m=0) -> Work:
+def compressor_wanda(prune_n=0, prune_m=0) -> Case:
     """The host's function that returns the pruned copy of a weight."""
     module, use_fwanda_kernels = llm_compressor("wanda")
     settings = {"sparsity": 0.5, "prune_n": prune_n, "prune_m": prune_m}
@@ -193,11 +193,11 @@ def compressor_wanda(prune_n=0, prune_m=0) -> Work:
     return functions(ours, caller(module.sparsify_weight), pairs(2))
 
 
-def compressor_sparsegpt(prune_n=0, prune_m=0) -> Work:
-    """The host's sweep of one layer, the Cholesky factor included; masks may differ where scores are next to equal."""
+def compressor_sparsegpt(prune_n=0, prune_m=0) -> Case:
+    """The host's OBS walk over one layer, with the Cholesky factor. Masks may differ where scores are nearly equal."""
     module, use_fwanda_kernels = llm_compressor("sparsegpt")
     layer = linear(0)
-    x = torch.randn(2 * COLS, COLS, device=HERE) * cases.random_scale(COLS, HERE)
+    x = torch.randn(2 * COLS, COLS, device=HERE) * random_scale(COLS, HERE)
     hessian = x.T @ x / len(x)
     settings = {"sparsity": 0.5, "prune_n": prune_n, "prune_m": prune_m, "block_size": 128, "dampening_frac": 0.01}
 
@@ -216,7 +216,7 @@ def compressor_sparsegpt(prune_n=0, prune_m=0) -> Work:
         different = int(((ours() == 0) != (theirs() == 0)).sum())
         assert different <= layer.weight.numel() // 10000, different
 
-    return Work([ours], [theirs], check, None)
+    return Case([ours], [theirs], check, None)
 
 
 def llm_compressor(modifier: str):
@@ -227,12 +227,12 @@ def llm_compressor(modifier: str):
     return importlib.import_module(f"llmcompressor.modifiers.pruning.{modifier}.base"), use_fwanda_kernels
 
 
-def functions(ours, naive, arguments: list[tuple]) -> Work:
+def functions(ours, naive, arguments: list[tuple]) -> Case:
     """Two pure functions on the same arguments."""
-    return Work(
+    return Case(
         [lambda a=a: ours(*a) for a in arguments],
         [lambda a=a: naive(*a) for a in arguments],
-        lambda: [cases.same(ours(*a), naive(*a)) for a in arguments] and None,
+        lambda: [same(ours(*a), naive(*a)) for a in arguments] and None,
         None,
     )
 
@@ -245,7 +245,7 @@ def same_masks(ours, naive, reset, layers):
                 reset()
                 call()
                 masks.append(torch.cat([m.weight_mask.flatten() for m in layers if prune.is_pruned(m)]))
-            cases.same(*masks)
+            same(*masks)
         reset()
 
     return check
@@ -253,7 +253,7 @@ def same_masks(ours, naive, reset, layers):
 
 SHAPE = f"fp32, {ROWS} x {COLS}"
 NN_PRUNE, AO_PRUNING, FORK, LLM_COMPRESSOR = HOSTS
-# (host, case, work, the op whose backend is named)
+# host, name of the case, function that makes it, op whose backend is shown
 CASES = [
     (NN_PRUNE, f"Wanda, {SHAPE}", nn_prune_rows, "row_topk_mask"),
     (NN_PRUNE, f"second pass, {SHAPE}", nn_prune_again, "row_topk_mask"),
@@ -269,16 +269,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("host", "case", "work", "op"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
-def test_host(host, case, work, op, device, results, benchmark):
-    job = work()
-    job.check()  # no speed is reported for masks that differ
-    ours = bench(job.ours, device=device, reset=job.reset)
-    naive = bench(job.naive, device=device, reset=job.reset, rounds=3)
+@pytest.mark.parametrize(("host", "name", "make", "op"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def test_host(host, name, make, op, device, results, benchmark):
+    case = make()
+    case.check()  # masks that differ get no speed
+    ours = bench(case.ours, device=device, reset=case.reset)
+    naive = bench(case.naive, device=device, reset=case.reset, rounds=3)
     row = {
         "op": host,
-        "case": case,
-        "backend": serving(op, device),
+        "case": name,
+        "backend": serving_backend(op, device),
         "us": round(ours.us, 2),
         "joules": None,
         "naive_us": round(naive.us, 1),
@@ -286,4 +286,4 @@ def test_host(host, case, work, op, device, results, benchmark):
     }
     results.add(row)
     benchmark.extra_info.update(row)
-    benchmark.pedantic(synchronised(job.ours[0], device), setup=job.reset, rounds=3)
+    benchmark.pedantic(synchronised(case.ours[0], device), setup=case.reset, rounds=3)

@@ -1,4 +1,4 @@
-"""One small case of every op on a CUDA device, for compute-sanitizer:
+"""Runs one small case of every op on a CUDA device, for compute-sanitizer:
 
 compute-sanitizer --tool memcheck python benchmarks/sanitize.py
 compute-sanitizer --tool racecheck python benchmarks/sanitize.py --backends native --ops obs_prune_
@@ -14,7 +14,7 @@ from fwanda_kernels.testing import sample_arguments
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", nargs="+", help="these alone")
+    parser.add_argument("--ops", nargs="+", help="run these ops only")
     parser.add_argument("--backends", nargs="+", default=["native", "triton"])
     args = parser.parse_args()
     for op, arguments in sample_arguments("cuda", torch.bfloat16).items():

@@ -1,4 +1,4 @@
-"""benchmarks/bench_quality.py: sweeps as JSON results, and the table made from them."""
+"""benchmarks/bench_quality.py: sweeps as JSON results, and the tables made from them."""
 
 import json
 import os
@@ -17,9 +17,19 @@ FOLDER = Path(__file__).parent.parent
 
 
 def bench_quality(*arguments):
+    return benchmark("bench_quality.py", *arguments)
+
+
+def quality_table(results):
+    done = benchmark("render.py", "--print", "quality", "--results", str(results))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def benchmark(script, *arguments):
     paths = [str(FOLDER), str(FOLDER / "python")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(FOLDER / "benchmarks" / "bench_quality.py"), *arguments]
+    command = [sys.executable, str(FOLDER / "benchmarks" / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
@@ -63,7 +73,7 @@ def test_a_sweep_becomes_one_file_and_a_table(paths):
     }
     assert lines["sparsegpt uniform 0.5"]["perplexity"] == [found["sparsegpt", seed] for seed in (0, 1)]
 
-    text = bench_quality("--tables", "--results", str(path.parent)).stdout
+    text = quality_table(path.parent)
     shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if "|" in row]
     assert shown[0] == ["", "perplexity, 0.5", "perplexity, 0.7", "perplexity, 2:4"]
     rows = {row[0]: row[1:] for row in shown[2:]}
@@ -82,7 +92,7 @@ def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tm
     line = {"method": "fwanda", "allocation": "row", "sparsity": "0.5", "pattern": None, "seeds": [0]}
     line |= {"zero-shot stderr": [0.01], "tasks": [accuracy]}
     result = {
-        "model": "m", "dtype": "float32", "card": "c", "driver": None, "torch": "2", "date": "today",
+        "model": "m", "recipe": "r", "dtype": "float32", "card": "c", "driver": None, "torch": "2", "date": "today",
         "protocol": {"windows": 4, "seqlen": 24, "bos": True}, "calibration": None,
         "dense": {"perplexity": 9.0, "zero-shot": 0.6},
         "lines": [
@@ -91,7 +101,7 @@ def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tm
         ],
     }  # fmt: skip
     (tmp_path / "quality-m.json").write_text(json.dumps(result))
-    assert bench_quality("--tables", "--results", str(tmp_path)).stdout.splitlines()[:6] == [
+    assert quality_table(tmp_path).splitlines()[:6] == [
         "m, float32, c, torch 2, today; 4 windows of 24, with BOS, seed 0. Dense: perplexity 9.0, zero-shot 0.600."
         " Zero-shot: 70 examples, one accuracy has a standard error of 0.010.",
         "",
@@ -104,4 +114,26 @@ def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tm
 
 def test_an_incomplete_command_is_refused():
     done = bench_quality("model")
-    assert done.returncode == 2 and "give a model, recipes and --output" in done.stderr
+    assert done.returncode == 2 and "the following arguments are required: RECIPE, --output" in done.stderr
+
+
+def test_the_table_of_the_readme_has_means_and_the_best_in_bold(tmp_path):
+    rules = ["magnitude layer", "wanda uniform", "sparsegpt uniform", "fwanda row", "fwanda global", "fwanda auto"]
+    rules.append("fsparsegpt auto")
+    lines = []
+    for place, rule in enumerate(rules):
+        method, allocation = rule.split()
+        line = {"label": f"{rule} 0.5", "method": method, "allocation": allocation, "sparsity": "0.5", "pattern": None}
+        lines.append(line | {"seeds": [0, 1], "perplexity": [1000.0 - place, 1010.0 - place]})
+    result = {
+        "model": "smollm2", "recipe": "sparsity", "dtype": "bfloat16", "card": "c", "driver": "580", "torch": "2",
+        "date": "2026-11-28", "protocol": {"windows": 4, "seqlen": 2048, "bos": False},
+        "calibration": {"nsamples": 128, "seqlen": 2048}, "dense": {"perplexity": 21.75}, "lines": lines,
+    }  # fmt: skip
+    (tmp_path / "quality-a.json").write_text(json.dumps(result))
+    (tmp_path / "quality-b.json").write_text(json.dumps(result | {"recipe": "two-four", "lines": []}))
+    text = benchmark("render.py", "--print", "readme-quality", "--results", str(tmp_path)).stdout.splitlines()
+    assert "driver 580, torch 2, 2026-11-28" in text[0] and text[0].endswith("means of 2 seeds. Dense: 21.8.")
+    assert text[2] == "| method | allocation | perplexity, 50 % removed |"
+    assert text[4] == "| Magnitude | layer | 1,005.0 |"
+    assert [row for row in text if "**" in row] == ["| F-SparseGPT | auto | **999.0** |"]

@@ -1,4 +1,4 @@
-"""The benchmarks of whole runs: a tiny one end to end, the baseline's masks, and the tables made from results."""
+"""The benchmarks: a tiny whole run, the masks of the baseline, and the tables that pages hold."""
 
 import copy
 import csv
@@ -18,13 +18,11 @@ import fwanda_pruner
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(FOLDER))
 import paper_tables  # noqa: E402
-import prune_naive  # noqa: E402
-import prune_shapes  # noqa: E402
-import repeats  # noqa: E402
-from prune_extras import decode, masks_agree, packed_masks  # noqa: E402
-from repeats import Spread, repeated  # noqa: E402
-
-from fwanda_pruner.model.targets import find_targets  # noqa: E402
+import render  # noqa: E402
+from lib import markdown, naive, pictures, repeats, shapes  # noqa: E402
+from lib.decoding import decode  # noqa: E402
+from lib.masks import agreement, packed_masks  # noqa: E402
+from lib.repeats import Spread, repeated  # noqa: E402
 
 
 def bench_prune(*arguments):
@@ -72,7 +70,7 @@ def test_a_tiny_run_measures_everything_and_leaves_one_file(tmp_path):
         (("--method", "fwanda", "--allocation", "global", "--naive"), "--naive has fwanda with --allocation row"),
         (("--method", "wanda", "--tokens", "128"), "--tokens must be windows x length"),
         (("--method", "wanda", "--set", "speed=fast"), "unknown setting 'speed'"),
-        (("--method", "wanda", "--set", "no_check=yes"), "--set no_check must be true or false, got 'yes'"),
+        (("--method", "wanda", "--set", "no_check=yes"), "--no-check must be true or false, got 'yes'"),
         (("--method", "wanda", "--sparsity", "1.5"), "--sparsity must be a decimal"),
         (("--method", "wanda", "--results", __file__), f"--results {__file__}: File exists"),
     ],
@@ -83,37 +81,42 @@ def test_a_wrong_argument_is_one_line(arguments, message):
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("method", list(prune_naive.ALLOCATIONS))
+@pytest.mark.parametrize("method", list(naive.ALLOCATIONS))
 def test_the_plain_torch_pipeline_gives_our_masks(method):
     model, tokens, names = tiny.llama(), tiny.tokens(6, 24), []
     other = copy.deepcopy(model)
-    fwanda_pruner.prune(model, method=method, sparsity=0.5, calibration=tokens, progress=False)
+    allocation = naive.ALLOCATIONS[method]
+    fwanda_pruner.prune(model, method=method, allocation=allocation, sparsity=0.5, calibration=tokens, progress=False)
 
     def phase(name):
         names.append(name)
         return torch.autograd.profiler.record_function(name)
 
-    prune_naive.prune(other, tokens, method, 0.5, phase)
-    targets = [find_targets(m)[0] for m in (model, other)]
-    assert masks_agree(targets[1], packed_masks(targets[0])) == 1
-    for ours, naive in zip(*targets, strict=True):
-        torch.testing.assert_close(naive.weight, ours.weight, rtol=1e-3, atol=1e-4)
+    naive.prune(other, tokens, method, 0.5, phase)
+    ours, theirs = weights_of(model), weights_of(other)
+    assert agreement(theirs, packed_masks(ours)) == 1
+    for weight, expected in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-4)
     assert all(p.requires_grad for p in other.parameters()) and names[-1] == "prune"
 
 
+def weights_of(model):
+    return [module.weight for module in naive.linears(model).values()]
+
+
 def test_the_share_of_equal_masks_counts_each_weight():
-    targets = find_targets(tiny.llama(blocks=1))[0]
-    packed = packed_masks(targets)
-    assert masks_agree(targets, packed) == 1
-    targets[0].weight[0, :3] = 0
-    assert masks_agree(targets, packed) == pytest.approx(1 - 3 / sum(t.weight.numel() for t in targets), abs=1e-12)
+    weights = [weight.data for weight in weights_of(tiny.llama(blocks=1))]
+    packed = packed_masks(weights)
+    assert agreement(weights, packed) == 1
+    weights[0][0, :3] = 0
+    assert agreement(weights, packed) == pytest.approx(1 - 3 / sum(w.numel() for w in weights), abs=1e-12)
 
 
 def test_equal_seeds_give_equal_weights_in_place_and_anew():
-    first = prune_shapes.build("tiny", torch.float32, "cpu", 0)
-    second = prune_shapes.build("tiny", torch.float32, "cpu", 1)
+    first = shapes.build("tiny", torch.float32, "cpu", 0)
+    second = shapes.build("tiny", torch.float32, "cpu", 1)
     assert not torch.equal(first.lm_head.weight, second.lm_head.weight)
-    prune_shapes.reinitialise(second, 0)
+    shapes.reinitialise(second, 0)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
     assert first.lm_head.weight is not first.get_input_embeddings().weight and not first.training
@@ -131,24 +134,24 @@ def test_equal_seeds_give_equal_weights_in_place_and_anew():
 )
 def test_the_shapes_have_the_published_number_of_parameters(shape, billions):
     with torch.device("meta"):
-        family, numbers = prune_shapes.SHAPES[shape]
-        config = getattr(prune_shapes.transformers, f"{family}Config")(**numbers, tie_word_embeddings=False)
-        model = getattr(prune_shapes.transformers, f"{family}ForCausalLM")(config)
+        family, numbers = shapes.SHAPES[shape]
+        config = getattr(shapes.transformers, f"{family}Config")(**numbers, tie_word_embeddings=False)
+        model = getattr(shapes.transformers, f"{family}ForCausalLM")(config)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
 def test_the_flops_are_those_of_the_formula():
-    model = prune_shapes.build("tiny", torch.float32, "cpu", 0)
+    model = shapes.build("tiny", torch.float32, "cpu", 0)
     weights = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128)
-    assert sum(t.weight.numel() for t in find_targets(model)[0]) == weights
-    work = prune_shapes.Work.of(model, weights, windows=3, length=10)
+    assert sum(weight.numel() for weight in weights_of(model)) == weights
+    work = shapes.PassFlops.of(model, weights, windows=3, length=10)
     linears, attention, head = 2 * weights * 30, 3 * 2 * 2 * 10**2 * 128, 2 * 512 * 128 * 30
     assert (work.linears, work.attention, work.head) == (linears, attention, head)
     assert work.forward == linears + attention and work.forward_backward == 2 * linears + 3.5 * attention + 2 * head
 
 
 def test_decoding_continues_with_the_likeliest_token():
-    model, ids = prune_shapes.build("tiny", torch.float32, "cpu", 0), tiny.tokens(1, 5)
+    model, ids = shapes.build("tiny", torch.float32, "cpu", 0), tiny.tokens(1, 5)
     found = decode(model, ids, 4)
     for _ in range(4):
         with torch.no_grad():
@@ -313,5 +316,67 @@ def test_the_picture_is_drawn_from_perplexities_of_one_protocol(tmp_path, capsys
 
 
 def test_the_pareto_front_holds_what_nothing_else_beats():
-    assert paper_tables.pareto([(3, 7.0), (8, 6.9), (9, 6.95), (1, 9.0), (3, 8.0)]) == [(1, 9.0), (3, 7.0), (8, 6.9)]
-    assert paper_tables.pareto([]) == []
+    points = [(3, 7.0), (8, 6.9), (9, 6.95), (1, 9.0), (3, 8.0)]
+    assert pictures.pareto(points) == [(1, 9.0), (3, 7.0), (8, 6.9)]
+    assert pictures.pareto([]) == []
+
+
+@pytest.mark.parametrize("page", render.default_pages(), ids=lambda page: page.name)
+def test_a_page_holds_what_the_results_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == render.fresh(text), f"python benchmarks/render.py {page.name} fills it"
+
+
+@pytest.mark.parametrize(
+    ("page", "sections"),
+    [
+        ("README.md", {"readme-quality", "readme-speed"}),
+        ("docs/performance.md", {"speed", "runs"}),
+        ("docs/allocation.md", {"quality"}),
+        ("docs/integrating.md", {"hosts"}),
+    ],
+)
+def test_every_table_has_its_page(page, sections):
+    text = (FOLDER.parent / page).read_text(encoding="utf-8")
+    assert {match[1] for match in markdown.SECTION.finditer(text)} & render.SECTIONS.keys() == sections
+
+
+def test_markers_of_other_tables_and_text_around_them_stay():
+    page = "a\n<!-- runs: begin -->\nold\n<!-- runs: end -->\nb <!-- other: begin -->\nx\n<!-- other: end -->"
+    assert markdown.filled(page, {"runs": lambda: "new\n"}) == page.replace("old", "new")
+
+
+def op_row(op, case, us, **changes):
+    row = {"op": op, "case": case, "backend": "native", "us": us, "joules": None, "naive_us": 90.0, "bytes": None}
+    return row | changes
+
+
+def test_the_newest_row_of_a_case_counts_and_every_card_has_a_table(tmp_path):
+    machine = {
+        "card": "NVIDIA H100 80GB HBM3", "driver": "580.1", "threads": None, "torch": "2.11", "triton": "3.6",
+        "date": "2026-11-28", "copy_gb_per_s": 3000.0,
+    }  # fmt: skip
+    copied = {"bytes": 1, "gb_per_s": 2000.0, "percent_of_copy": 87.3}
+    first = [op_row("row_topk_prune_", "4096 x 11008", 80.0), op_row("nn.utils.prune", "Wanda", 30.0)]
+    second = [op_row("row_topk_prune_", "4096 x 11008", 73.0, **copied)]
+    files = {
+        "ops-h100-2026-11-28.json": machine | {"rows": first},
+        "ops-h100-2026-11-27.json": machine | {"date": "2026-11-27", "rows": [op_row("row_topk_prune_", "x", 5.0)]},
+        "ops-h100-2026-11-29.json": machine | {"date": "2026-11-29", "rows": second},
+        "ops-cpu-2026-11-28.json": machine | {"card": "a CPU", "driver": None, "threads": 2, "rows": first[1:]},
+    }
+    for name, facts in files.items():
+        (tmp_path / name).write_text(json.dumps(facts))
+    speed = render.SECTIONS["speed"](tmp_path)
+    assert "| `row_topk_prune_` | 4096 x 11008 | native | 73.0 | 2000 | 87 | 90 | 1.2x |" in speed
+    assert "80.0" not in speed and speed.count("NVIDIA H100") == 3 and "a CPU" not in speed  # one for each date
+    hosts = render.SECTIONS["hosts"](tmp_path)
+    assert hosts.count("| nn.utils.prune | Wanda | native | 90 | 30 | 3.0x |") == 2
+    assert "a CPU, 2 threads, torch 2.11, Triton 3.6, 2026-11-28." in hosts
+
+    run = result(card=machine["card"], settings={"compile": "on"}, speedup=2.03)
+    (tmp_path / "prune-run.json").write_text(json.dumps(run))
+    lines = render.SECTIONS["readme-speed"](tmp_path).splitlines()
+    assert lines[2] == "|  | H100 | % of copy | x naive torch |"
+    assert "| row selection, 4096 x 11008 | 73 µs | 87 | 1.2 |" in lines
+    assert "| a whole F-Wanda run of a 7B | 12.5 s, 8.0 kJ | - | 2.0 |" in lines

@@ -1,4 +1,4 @@
-"""Measurements repeated: mean, standard deviation and confidence interval, and the energy of work run over and over."""
+"""Repeated measurements: their mean, standard deviation and confidence interval, and the energy of repeated work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fwanda_pruner.run.energy import SHORTEST, Energy, EnergyMeter, Timer, idle_power
+from fwanda_pruner.run.energy import SHORTEST, Energy, EnergyMeter, Timer
 
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom
 _T = (
@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of one or more numbers. Beyond 31 the last t of the table is used, which is a little wide."""
+        """The spread of one or more numbers. Beyond 31, the t of 31 makes the interval a little wide."""
         n, mean = len(values), statistics.fmean(values)
         if n == 1:
             return cls(1, mean, None, None)
@@ -46,13 +46,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Repeated measurements of one piece of work, each figure for one unit of it.
+    """Repeated measurements of one piece of work. Each figure is for one unit of it, say a token.
 
     Attributes:
-        runs: runs in each window.
+        runs: how often the work ran in each window of measurement.
         seconds, gross_joules: spreads over the windows.
-        net_joules: the same without the idle power; None if that could not be measured.
-        flags: what the windows were flagged for.
+        net_joules: gross joules less the idle power over the window; None if the idle power could not be measured.
+        flags: why a window cannot be trusted, if so.
     """
 
     runs: int
@@ -70,44 +70,57 @@ def repeated(
     units: int = 1,
     timer: Timer | None = None,
 ) -> Repeats | str:
-    """Energy of work by repeated measurement, after one run that warms up; the idle power is measured before each.
+    """Measures the energy of work that is too short for the counter, by running it often in each window.
+
+    The work runs once to warm up. The idle power is measured before each window.
 
     Args:
-        work: changes nothing that it reads; run again until a window is long enough.
+        work: changes nothing that it reads.
         device: where it runs.
         repeats: number of windows.
-        units: what one run makes, tokens say; the figures are for one of them.
+        units: what one run makes, say 128 tokens.
         timer: the clock.
 
     Returns:
         Repeats, or "not measured: <why>".
     """
     timer = timer or Timer()
-    with EnergyMeter(device, timer=timer) as probe:
+    with EnergyMeter(device, "net", timer=timer) as probe:
         pass
     if probe.energy.startswith("not measured"):
         return probe.energy
     start = timer.now()
     work()
     torch.cuda.synchronize(device)
-    # a tenth more than needed, as the first run is the slowest
+    # a tenth more than needed, since the first run is the slowest
     runs = math.ceil(1.1 * SHORTEST / max(timer.now() - start, 1e-6))
     windows: list[Energy] = []
     while len(windows) < repeats:
-        with EnergyMeter(device, idle=idle_power(device, timer=timer), timer=timer) as meter:
-            for _ in range(runs):
-                work()
-        if isinstance(meter.energy, Energy):
-            windows.append(meter.energy)
-        elif meter.energy.startswith("not resolved"):
+        energy = window(work, runs, device, timer)
+        if isinstance(energy, Energy):
+            windows.append(energy)
+        elif energy.startswith("not resolved"):
             windows, runs = [], 2 * runs
         else:
-            return meter.energy
+            return energy
+    return per_unit(windows, runs, runs * units)
+
+
+def window(work: Callable[[], object], runs: int, device: str | torch.device, timer: Timer) -> Energy | str:
+    """The energy of `runs` runs, or why there is none."""
+    with EnergyMeter(device, "net", timer=timer) as meter:
+        for _ in range(runs):
+            work()
+    return meter.energy
+
+
+def per_unit(windows: list[Energy], runs: int, units: int) -> Repeats:
+    """Spreads over the windows, each of which made `units` units in `runs` runs."""
     net = [window.net_joules for window in windows]
     return Repeats(
         runs=runs,
-        seconds=Spread.of([window.seconds / (runs * units) for window in windows]),
-        gross_joules=Spread.of([window.gross_joules / (runs * units) for window in windows]),
-        net_joules=None if None in net else Spread.of([joules / (runs * units) for joules in net]),
+        seconds=Spread.of([window.seconds / units for window in windows]),
+        gross_joules=Spread.of([window.gross_joules / units for window in windows]),
+        net_joules=None if None in net else Spread.of([joules / units for joules in net]),
         flags=[window.flag for window in windows if window.flag],
     )

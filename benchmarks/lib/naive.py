@@ -1,7 +1,7 @@
-"""The published pipelines restated in plain torch, as the baseline of bench_prune.py.
+"""The published pipelines in plain torch, as the baseline of bench_prune.py.
 
-One window at a time, fp32 sums in hooks, a sort of each matrix. Nothing is made slow on purpose. For models whose
-blocks are `model.model.layers`.
+They read one window at a time, sum in fp32 inside hooks, and sort each matrix. Nothing is made slow on purpose. The
+blocks of the model must be `model.model.layers`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-# Method -> the allocation that its paper has.
+# Method -> the allocation of its paper.
 ALLOCATIONS = {
     "magnitude": "layer",
     "wanda": "uniform",
@@ -44,23 +44,22 @@ def prune(model: nn.Module, tokens: Tensor, method: str, sparsity: float, phase:
         tokens: [S, L] int64.
         method: a key of ALLOCATIONS.
         sparsity: fraction removed.
-        phase: gives a context manager for the name of each phase.
+        phase: called with the name of each phase; returns a context manager that runs around it.
     """
-    layers, needs_fisher = linears(model), method in ("fwanda", "fsparsegpt")
-    if needs_fisher or method == "wanda":
-        with phase("calibrate"):
-            x2, g2 = calibrate(model, tokens, layers, backward=needs_fisher)
-    row_weights = (
-        {name: (g / tokens.numel()).clamp(min=_FLOOR) ** _POWER for name, g in g2.items()} if needs_fisher else {}
-    )
-    if method.endswith("sparsegpt"):
-        with phase("prune"):
-            sparsegpt(model, tokens, sparsity, row_weights)
-        return
+    layers, row_weights = linears(model), {}
     if method == "magnitude":
         with phase("prune"):
             for module in layers.values():
                 _by_threshold(module.weight.data, sparsity)
+        return
+    if method != "sparsegpt":
+        with phase("calibrate"):
+            x2, g2 = calibrate(model, tokens, layers, backward=needs_fisher(method))
+    if needs_fisher(method):
+        row_weights = {name: (g / tokens.numel()).clamp(min=_FLOOR) ** _POWER for name, g in g2.items()}
+    if method.endswith("sparsegpt"):
+        with phase("prune"):
+            sparsegpt(model, tokens, sparsity, row_weights)
         return
     with phase("budgets"):
         if method == "fwanda":
@@ -72,8 +71,13 @@ def prune(model: nn.Module, tokens: Tensor, method: str, sparsity: float, phase:
             _by_row(module.weight.data, x2[name].sqrt(), keep[name])
 
 
+def needs_fisher(method: str) -> bool:
+    """Whether the method needs a backward pass."""
+    return method in ("fwanda", "fsparsegpt")
+
+
 def calibrate(model: nn.Module, tokens: Tensor, layers: Linears, *, backward: bool) -> tuple[dict, dict]:
-    """Sums of squares by name: of every input, [C] fp32, and with backward of every output gradient, [R] fp32."""
+    """Sums of squares by name: of every input, [C] fp32; if `backward`, also of every output gradient, [R] fp32."""
     x2 = {name: torch.zeros(m.in_features, device=m.weight.device) for name, m in layers.items()}
     g2 = {name: torch.zeros(m.out_features, device=m.weight.device) for name, m in layers.items()}
 
@@ -107,7 +111,7 @@ def calibrate(model: nn.Module, tokens: Tensor, layers: Linears, *, backward: bo
 
 @contextmanager
 def activations_only(model: nn.Module):
-    """No parameter wants a gradient; the output of the embedding does."""
+    """Asks for the gradient of the embedding's output, and for none of a parameter."""
     model.requires_grad_(False)
     handle = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_(True))
     try:
@@ -118,9 +122,9 @@ def activations_only(model: nn.Module):
 
 
 def allocate(v: Tensor, cols: int, sparsity: float) -> Tensor:
-    """[R] int64 kept per row in proportion to v, clamped to [1, cols] on both sides at once, then largest remainders.
+    """[R] int64: weights kept of each row, in proportion to v, within [1, cols]; the rest by largest remainders.
 
-    Source: the paper, algorithm 2. Clamping both sides at once can lose part of the budget.
+    Source: the F-Wanda paper, algorithm 2. It clamps both sides at once, which can lose a part of the budget.
     """
     v, total = v.double(), math.ceil((1 - sparsity) * v.numel() * cols)
     keep, free = torch.zeros_like(v), torch.ones_like(v, dtype=torch.bool)
@@ -157,9 +161,9 @@ def _by_threshold(weight: Tensor, sparsity: float) -> None:
 
 @torch.no_grad()
 def sparsegpt(model: nn.Module, tokens: Tensor, sparsity: float, row_weights: dict[str, Tensor]) -> None:
-    """Block by block: Hessians of the inputs, the sweep over each matrix, and the block again for its outputs.
+    """For each block: Hessians of the inputs, the walk over each matrix, and the block again for its outputs.
 
-    row_weights: name -> [R] factor of the selection score; empty for SparseGPT itself.
+    row_weights: name -> [R] multiplier of the selection score; empty for SparseGPT itself.
     """
     blocks = model.model.layers
     hidden, arguments = _block_inputs(model, tokens)
@@ -182,7 +186,7 @@ def sparsegpt(model: nn.Module, tokens: Tensor, sparsity: float, row_weights: di
             handle.remove()
         for name, module in layers.items():
             weight = row_weights.get(f"model.layers.{index}.{name}")
-            module.weight.data = sweep(module.weight.float(), hessians.pop(name), sparsity, weight).to(
+            module.weight.data = obs_walk(module.weight.float(), hessians.pop(name), sparsity, weight).to(
                 module.weight.dtype
             )
         for i, x in enumerate(hidden):
@@ -190,8 +194,8 @@ def sparsegpt(model: nn.Module, tokens: Tensor, sparsity: float, row_weights: di
             hidden[i] = output[0] if isinstance(output, tuple) else output
 
 
-def sweep(weight: Tensor, hessian: Tensor, sparsity: float, row_weight: Tensor | None) -> Tensor:
-    """The pruned and updated weight [R, C] fp32, from the Hessian [C, C] fp32, which is overwritten."""
+def obs_walk(weight: Tensor, hessian: Tensor, sparsity: float, row_weight: Tensor | None) -> Tensor:
+    """The pruned and updated weight [R, C] fp32. The Hessian [C, C] fp32 is overwritten."""
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = 1
     weight[:, dead] = 0

@@ -1,4 +1,4 @@
-"""Public model shapes with random weights, the arithmetic of a calibration pass over them, and the card's GEMM roof."""
+"""Public model shapes with random weights, the FLOPs of a calibration pass over them, and the card's GEMM roof."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-# The rotary base is left at its default: no speed depends on it.
+# The rotary base keeps its default: no speed depends on it.
 SHAPES = {
     "llama-2-7b": ("Llama", {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -42,9 +42,14 @@ _ROOF_SIZE = {"cuda": 8192, "cpu": 512}
 
 
 def build(shape: str, dtype: torch.dtype, device: str, seed: int, blocks: int | None = None) -> nn.Module:
-    """A causal language model of a shape of SHAPES, made on the device, untied, in eval mode, with random weights.
+    """A causal language model with random weights, made on the device, in eval mode, with an output head of its own.
 
-    With `blocks` it has that many decoder blocks instead of all.
+    Args:
+        shape: a key of SHAPES.
+        dtype: of the weights.
+        device: where they lie.
+        seed: of the weights.
+        blocks: number of decoder blocks; None for all of the shape.
     """
     family, numbers = SHAPES[shape]
     numbers = numbers | ({} if blocks is None else {"num_hidden_layers": blocks})
@@ -59,7 +64,7 @@ def build(shape: str, dtype: torch.dtype, device: str, seed: int, blocks: int | 
 
 @torch.no_grad()
 def reinitialise(model: nn.Module, seed: int) -> None:
-    """Fresh weights in place, always the same for one seed and device: matrices normal of 0.02, norms 1, biases 0."""
+    """Sets fresh weights in place, the same for one seed and device: matrices normal (0, 0.02), norms 1, biases 0."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
@@ -79,12 +84,13 @@ def _default_dtype(dtype: torch.dtype):
 
 
 @dataclass(frozen=True)
-class Work:
-    """FLOPs of one forward pass over the calibration windows.
+class PassFlops:
+    """FLOPs of one forward pass over the calibration windows, by part.
 
     Attributes:
         linears: 2 P T, with P weights in the blocks' linear layers and T tokens.
-        attention: causal, 2 L^2 per head channel, layer and window: two products of 2 L^2, half of them masked.
+        attention: causal, 2 L^2 for each head channel, layer and window. These are two products of 2 L^2 each, of which
+            the mask hides half.
         head: 2 V H T, with the vocabulary V and the hidden size H.
     """
 
@@ -93,8 +99,8 @@ class Work:
     head: int
 
     @classmethod
-    def of(cls, model: nn.Module, weights: int, windows: int, length: int) -> Work:
-        """For `weights` parameters in the linear layers of the blocks and windows [windows, length]."""
+    def of(cls, model: nn.Module, weights: int, windows: int, length: int) -> PassFlops:
+        """Of `windows` windows of `length` tokens, with `weights` weights in the linear layers of the blocks."""
         config = model.config
         channels = config.num_attention_heads * (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -107,17 +113,17 @@ class Work:
 
     @property
     def forward(self) -> float:
-        """Through the blocks alone, as Wanda needs: 2 P T + attention."""
+        """A forward pass through the blocks, which is all that Wanda needs: 2 P T + attention."""
         return self.linears + self.attention
 
     @property
     def forward_backward(self) -> float:
-        """With an activation-only backward pass from the loss: 4 P T + 3.5 attention + 2 head."""
+        """With a backward pass from the loss that forms no weight gradients: 4 P T + 3.5 attention + 2 head."""
         return 2 * self.linears + 3.5 * self.attention + 2 * self.head
 
 
 def gemm_roof(device: str, dtype: torch.dtype, seconds: float) -> dict:
-    """Median rate of square products on random data over some seconds: {"tflop_per_s", "size", "seconds"}."""
+    """Median rate of square matrix products of random data over some seconds: {"tflop_per_s", "size", "seconds"}."""
     size = _ROOF_SIZE[device]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

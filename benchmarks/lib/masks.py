@@ -1,0 +1,32 @@
+"""Masks packed into bits, to compare two models of which only one fits on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+BITS = 8
+
+
+def packed_masks(weights: Iterable[Tensor]) -> list[Tensor]:
+    """The zeros of each weight [R, C], eight in a byte, on the CPU: [ceil(R C / 8)] uint8 each."""
+    return [packed(weight).cpu() for weight in weights]
+
+
+def agreement(weights: Iterable[Tensor], masks: list[Tensor]) -> float:
+    """Share of the weights that are zero in both models or in neither; `masks` comes from packed_masks()."""
+    differ = total = 0
+    for weight, mask in zip(weights, masks, strict=True):
+        ones = torch.tensor([byte.bit_count() for byte in range(256)], device=weight.device)
+        different = packed(weight) ^ mask.to(weight.device)
+        differ += int(ones[different.int()].sum())
+        total += weight.numel()
+    return 1 - differ / total
+
+
+def packed(weight: Tensor) -> Tensor:
+    zeros = nn.functional.pad((weight == 0).flatten(), (0, -weight.numel() % BITS)).view(-1, BITS)
+    places = (2 ** torch.arange(BITS, device=weight.device)).to(torch.uint8)
+    return (zeros * places).sum(1, dtype=torch.uint8)

@@ -1,0 +1,127 @@
+"""Tables of perplexity and accuracy, from results of bench_quality.py."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from fwanda_pruner.evaluate.tasks import ZEROSHOT
+
+from .markdown import table
+from .results import RESULTS, read_all
+
+MEASURED = ("perplexity", "zero-shot", "mmlu")
+README_RECIPE = {"model": "smollm2", "recipe": "sparsity"}
+# (method, allocation) -> their names in the README
+README_ROWS = {
+    ("magnitude", "layer"): ("Magnitude", "layer"),
+    ("wanda", "uniform"): ("Wanda", "uniform"),
+    ("sparsegpt", "uniform"): ("SparseGPT", "uniform"),
+    ("fwanda", "row"): ("F-Wanda", "row (the paper's rule)"),
+    ("fwanda", "global"): ("F-Wanda", "global (default)"),
+    ("fwanda", "auto"): ("F-Wanda", "auto"),
+    ("fsparsegpt", "auto"): ("F-SparseGPT", "auto"),
+}
+
+
+def full(folder: Path = RESULTS) -> str:
+    """A table for each result, the longest first."""
+    results = sorted(read_all("quality", folder).values(), key=lambda result: (-len(result["lines"]), result["recipe"]))
+    return "\n".join(map(result_table, results))
+
+
+def result_table(result: dict) -> str:
+    """A row for each setting, a column for each figure and sparsity or pattern."""
+    shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
+    rows: dict[str, dict[str, dict]] = {}
+    for line in result["lines"]:
+        rows.setdefault(line["label"].replace(f" {share_of(line)}", ""), {})[share_of(line)] = line
+    names = [name for name in MEASURED if any(name in line for line in result["lines"])]
+    best = {(name, share): best_of(rows.values(), name, share) for name in names for share in shares}
+    body = [
+        [label, *(shown(by.get(share, {}).get(name), name, best[name, share]) for name, share in best)]
+        for label, by in rows.items()
+    ]
+    return f"{caption(result)}\n\n{table(['', *(f'{name}, {share}' for name, share in best)], body)}"
+
+
+def readme(folder: Path = RESULTS) -> str:
+    """A small table: perplexity of SmolLM2 by share removed, mean of the seeds."""
+    result = [r for r in read_all("quality", folder).values() if README_RECIPE.items() <= r.items()][-1]
+    shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
+    means = {
+        (line["method"], line["allocation"], share_of(line)): statistics.fmean(line["perplexity"])
+        for line in result["lines"]
+    }
+    best = {share: min(means[method, allocation, share] for method, allocation in README_ROWS) for share in shares}
+    rows = []
+    for (method, allocation), names in README_ROWS.items():
+        figures = [(means[method, allocation, share], best[share]) for share in shares]
+        rows.append([*names, *(f"**{mean:,.1f}**" if mean == lowest else f"{mean:,.1f}" for mean, lowest in figures)])
+    first, *others = (f"{float(share):.0%}".replace("%", " %") for share in shares)
+    head = ["method", "allocation", f"perplexity, {first} removed", *others]
+    return f"{readme_caption(result)}\n\n{table(head, rows)}"
+
+
+def readme_caption(result: dict) -> str:
+    seeds = max((line["seeds"] for line in result["lines"]), key=len)
+    calibration, protocol = result["calibration"], result["protocol"]
+    return (
+        f"SmolLM2-135M-Instruct, {result['dtype']}, {machine_line(result)}. "
+        f"Perplexity on {protocol['windows']} windows of {protocol['seqlen']:,} tokens of WikiText-2; "
+        f"calibrated on {calibration['nsamples']} x {calibration['seqlen']:,} tokens; means of {len(seeds)} seeds. "
+        f"Dense: {result['dense']['perplexity']:.1f}."
+    )
+
+
+def share_of(line: dict) -> str:
+    return line["pattern"] or line["sparsity"]
+
+
+def machine_line(result: dict) -> str:
+    driver = f", driver {result['driver']}" if result["driver"] else ""
+    return f"{result['card']}{driver}, torch {result['torch']}, {result['date']}"
+
+
+def caption(result: dict) -> str:
+    """What ran on what, in one line."""
+    protocol, text = result["protocol"], result["calibration"]
+    calibrated = f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, " if text else ""
+    seeds = max((line["seeds"] for line in result["lines"]), key=len)
+    bos = "with" if protocol["bos"] else "no"
+    repeated = len(seeds) > 1
+    told = f"seeds {', '.join(map(str, seeds))} (mean ± standard deviation)" if repeated else f"seed {seeds[0]}"
+    dense = ", ".join(f"{name} {shown([value], name)}" for name, value in result["dense"].items())
+    return (
+        f"{result['model']}, {result['dtype']}, {machine_line(result)}; "
+        f"{calibrated}{protocol['windows']} windows of {protocol['seqlen']}, {bos} BOS, "
+        f"{told}. Dense: {dense}.{zero_shot(result)}"
+    )
+
+
+def zero_shot(result: dict) -> str:
+    """How many examples the zero-shot accuracies were measured on, and the standard error of one."""
+    errors = [error for line in result["lines"] for error in line.get("zero-shot stderr", ())]
+    if not errors:
+        return ""
+    examples = sum(result["lines"][0]["tasks"][0][name]["samples"] for name in ZEROSHOT)
+    return f" Zero-shot: {examples:,} examples, one accuracy has a standard error of {statistics.fmean(errors):.3f}."
+
+
+def best_of(rows: Iterable[dict[str, dict]], name: str, share: str) -> float:
+    """The best mean of a column: the lowest perplexity, the highest accuracy."""
+    means = [statistics.fmean(by[share][name]) for by in rows if name in by.get(share, {})]
+    return min(means) if name == "perplexity" else max(means)
+
+
+def shown(values: list[float] | None, name: str, best: float | None = None) -> str:
+    """Mean and deviation of a figure, bold if the mean is the best."""
+    if not values:
+        return "-"
+    digits, mean = 1 if name == "perplexity" else 3, statistics.fmean(values)
+    text = f"{mean:.{digits}f}"
+    if len(values) > 1 and all(map(math.isfinite, values)):
+        text += f" ± {statistics.stdev(values):.{digits}f}"
+    return f"**{text}**" if mean == best else text

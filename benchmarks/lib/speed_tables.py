@@ -1,0 +1,140 @@
+"""Tables of the speed of single ops, from results of `pytest benchmarks/ --benchmark`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .machine import COPY_BYTES
+from .markdown import table
+from .results import RESULTS, read_all
+from .run_tables import newest_runs
+
+HOSTS = ("nn.utils.prune", "ao.pruning", "Wanda fork", "llm-compressor")  # in place of an op: see bench_integrations.py
+# (op, case) -> its name in the README
+README_ROWS = {
+    ("row_topk_prune_", "4096 x 11008"): "row selection, 4096 x 11008",
+    ("nm_prune_", "2:4, 4096 x 11008"): "2:4 selection, 4096 x 11008",
+    ("select_threshold", "7B, 224 matrices"): "one threshold over all of a 7B",
+    ("foreach_accumulate_sq_sums_", "7B block, 8192 tokens"): "squared sums of a 7B block, 8192 tokens",
+    ("obs_prune_", "4096 x 11008"): "SparseGPT walk, 4096 x 11008",
+}
+README_CARDS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+README_RUN = {"shape": "llama-2-7b", "method": "fwanda", "allocation": "row", "settings": {"compile": "on"}}
+
+
+@dataclass
+class Card:
+    """What was measured on one card.
+
+    Attributes:
+        results: path -> result of each file that has a row here, older first.
+        rows: (op, case) -> its newest row.
+    """
+
+    results: dict[Path, dict]
+    rows: dict[tuple[str, str], dict]
+
+
+def cards(folder: Path, *, hosts: bool) -> dict[str, Card]:
+    """Name -> Card, with the rows of the hosts or with those of the ops."""
+    found: dict[str, Card] = {}
+    for path, result in read_all("ops", folder).items():
+        rows = {(row["op"], row["case"]): row for row in result["rows"] if (row["op"] in HOSTS) == hosts}
+        if rows:
+            card = found.setdefault(result["card"], Card({}, {}))
+            card.results[path] = result
+            card.rows |= rows
+    return dict(sorted(found.items(), key=lambda item: -len(item[1].rows)))
+
+
+def caption(measured: Iterable[Card]) -> str:
+    """Cards, driver or threads, versions and date."""
+    names: dict[str, dict[str, None]] = {}
+    for result in (result for card in measured for result in card.results.values()):
+        where = f"driver {result['driver']}" if result["driver"] else f"{result['threads']} threads"
+        versions = f"{where}, torch {result['torch']}, Triton {result['triton']}, {result['date']}"
+        names.setdefault(versions, {})[result["card"]] = None
+    return "; ".join(f"{' and '.join(of_these)}, {versions}" for versions, of_these in names.items()) + "."
+
+
+def source(card: Card) -> str:
+    return f"From {', '.join(f'`benchmarks/results/{path.name}`' for path in card.results)}."
+
+
+def full(folder: Path = RESULTS) -> str:
+    """A table for each card, with a row for each op and shape."""
+    return "\n".join(map(op_table, cards(folder, hosts=False).values()))
+
+
+def op_table(card: Card) -> str:
+    result = next(iter(card.results.values()))
+    mebibytes = COPY_BYTES["cuda" if result["driver"] else "cpu"] >> 20
+    copied = f"A copy of {mebibytes:,} MiB runs at {result['copy_gb_per_s']:.0f} GB/s."
+    head = ("op", "case", "backend", "µs", "GB/s", "% of a copy of the same bytes", "naive torch, µs", "speedup")
+    rows = [
+        (f"`{row['op']}`", row["case"], row["backend"], f"{row['us']:.1f}", *rates(row), *times_naive(row))
+        for row in card.rows.values()
+    ]
+    return f"{caption([card])} {copied}\n{source(card)}\n\n{table(head, rows)}"
+
+
+def rates(row: dict) -> tuple[str, str]:
+    if row["bytes"] is None:
+        return "-", "-"
+    return f"{row['gb_per_s']:.0f}", f"{row['percent_of_copy']:.0f}"
+
+
+def times_naive(row: dict) -> tuple[str, str]:
+    return f"{row['naive_us']:.0f}", f"{row['naive_us'] / row['us']:.1f}x"
+
+
+def hosts(folder: Path = RESULTS) -> str:
+    """A table for each card, with a row for each host and case."""
+    head = ("host", "case", "backend", "without, µs", "with the kernels, µs", "speedup")
+    tables = []
+    for card in cards(folder, hosts=True).values():
+        rows = [
+            (row["op"], row["case"], row["backend"], f"{row['naive_us']:.0f}", f"{row['us']:.0f}", times_naive(row)[1])
+            for row in sorted(card.rows.values(), key=lambda row: HOSTS.index(row["op"]))
+        ]
+        tables.append(f"{caption([card])}\n{source(card)}\n\n{table(head, rows)}")
+    return "\n".join(tables)
+
+
+def readme(folder: Path = RESULTS) -> str:
+    """A small table of a few ops and one whole run, on two cards side by side."""
+    measured = cards(folder, hosts=False)
+    runs = {run["card"]: run for run in newest_runs(folder) if README_RUN.items() <= run.items()}
+    used = [name for name in README_CARDS if name in measured and name in runs]
+    head = [""]
+    for name in used:
+        head += [name.removeprefix("NVIDIA ").split()[0], "% of copy", "x naive torch"]
+    rows = [
+        [label, *(text for name in used for text in op_cells(measured[name], key))]
+        for key, label in README_ROWS.items()
+    ]
+    rows.append(["a whole F-Wanda run of a 7B", *(text for name in used for text in run_cells(runs[name]))])
+    run = runs[used[0]]
+    protocol = (
+        f"The whole run: shape of {run['shape']}, random weights, {run['tokens']} calibration tokens, {run['dtype']}, "
+        f"`{run['allocation']}` allocation, {run['sparsity']} removed, compiled, warm; joules are gross."
+    )
+    return f"{caption(measured[name] for name in used)} {protocol}\n\n{table(head, rows)}"
+
+
+def op_cells(card: Card, key: tuple[str, str]) -> tuple[str, str, str]:
+    """Time, share of a copy's speed, and speedup over naive torch; dashes if the op was not measured."""
+    row = card.rows.get(key)
+    if row is None:
+        return "-", "-", "-"
+    return f"{row['us']:,.0f} µs", rates(row)[1], f"{row['naive_us'] / row['us']:.1f}"
+
+
+def run_cells(run: dict) -> tuple[str, str, str]:
+    """Seconds and joules of the warm runs, no share of a copy's speed, and the speedup over plain torch."""
+    spread = run["ours"]["spread"]
+    energy = spread["gross_joules"]
+    joules = "" if energy is None else f", {energy['mean'] / 1e3:.1f} kJ"
+    return f"{spread['total_seconds']['mean']:.1f} s{joules}", "-", f"{run['speedup']:.1f}" if "speedup" in run else "-"
