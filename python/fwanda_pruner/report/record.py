@@ -69,8 +69,8 @@ class Report:
         perplexity: {dense, pruned, seqlen, windows, tokens_sha256, bos, tokenizer}; None if not measured.
         seconds: stage -> seconds.
         peak_memory_bytes: peak memory of the run.
-        energy: gross joules of calibration, budgets and pruning; or "not measured: <why>"; or, for a run too short for
-            the counter, "not resolved: <why>".
+        energy: gross joules of calibration, budgets and pruning; or "not measured: <why>"; or, for under 2 s of work,
+            "not resolved: <why>".
         energy_details: {"total": ..., "phases": {stage: ...}}. Each value is such a string, or a dict of gross and net
             joules by counter and by samples, watts, and a flag.
         versions: see versions().
