@@ -10,15 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -33,12 +32,7 @@ NAMES = ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj")
 
 def pruned_model(tied=True, dtype=torch.float32):
     """A tiny Llama with half of two matrices removed and one kept weight that is zero; and its report."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=tied,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = tiny.llama(tie_word_embeddings=tied, dtype=dtype)
     rows = []
     for name in NAMES:
         weight = model.get_submodule(name).weight.data
@@ -46,7 +40,8 @@ def pruned_model(tied=True, dtype=torch.float32):
         weight[0, 1] = 0
         half = weight.numel() // 2
         rows.append(MatrixRow(name, tuple(weight.shape), asked=half, kept=half, kept_zero=1))
-    rows.append(MatrixRow("lm_head", (32, 16), asked=512, kept=512, kept_zero=0, skipped="tied"))
+    size = model.lm_head.weight.numel()
+    rows.append(MatrixRow("lm_head", tuple(model.lm_head.weight.shape), size, size, kept_zero=0, skipped="tied"))
     protocol = {"seqlen": 8, "windows": 2, "tokens_sha256": "00", "bos": False, "tokenizer": "tiny"}
     report = Report(
         config={"model": "tiny", "method": "wanda", "allocation": "uniform"},
@@ -68,12 +63,6 @@ def pruned_model(tied=True, dtype=torch.float32):
         passes=None,
     )
     return model, report
-
-
-def tiny_tokenizer():
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(31)} | {"<unk>": 31}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
 
 
 @pytest.fixture
@@ -125,7 +114,7 @@ def fail_after(function, error):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reloaded_logits_are_bit_equal(tied, dtype, tmp_path):
     model, report = pruned_model(tied, dtype)
-    save_pruned(model, tiny_tokenizer(), report, tmp_path / "out")
+    save_pruned(model, tiny.tokenizer(), report, tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     loaded = dense.load(str(tmp_path / "out"), device="cpu").model
     tokens = torch.arange(16).view(2, 8)
@@ -139,7 +128,7 @@ def test_reloaded_logits_are_bit_equal(tied, dtype, tmp_path):
 
 def test_the_folder_is_a_normal_one_with_card_and_report(tmp_path):
     model, report = pruned_model()
-    save_pruned(model, tiny_tokenizer(), report, tmp_path / "deep" / "out")
+    save_pruned(model, tiny.tokenizer(), report, tmp_path / "deep" / "out")
     out = tmp_path / "deep" / "out"
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     files = {path.name for path in out.iterdir()}
@@ -161,7 +150,7 @@ def test_no_tokenizer_and_no_perplexity_are_fine(tmp_path):
 
 def test_every_file_has_the_mode_of_a_plain_new_file(tmp_path):
     model, report = pruned_model()
-    save_pruned(model, tiny_tokenizer(), report, tmp_path / "out")
+    save_pruned(model, tiny.tokenizer(), report, tmp_path / "out")
     (tmp_path / "plain").touch()
     expected = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {expected}
@@ -211,7 +200,7 @@ def test_a_matrix_that_the_files_hold_under_another_name_is_counted(tmp_path):
     model.__class__ = RenamingLlama
     save_pruned(model, None, report, tmp_path / "out")
     counts = dense.count_zeros(tmp_path / "out", NAMES, model=model)
-    assert counts[NAMES[1]] == ZeroCount(zeros=129, weights=256) and list(counts) == list(NAMES)
+    assert counts[NAMES[1]] == ZeroCount(zeros=513, weights=1024) and list(counts) == list(NAMES)
     assert list(dense.count_zeros(tmp_path / "out", NAMES)) == [NAMES[0]]
     report.matrices[1].kept_zero += 1
     with pytest.raises(RuntimeError, match=NAMES[1]):
@@ -236,7 +225,7 @@ def test_a_failure_at_any_step_leaves_nothing(step, failure, tmp_path, monkeypat
     work = (lambda *args: None) if step == "rename" else getattr(owner, name)
     monkeypatch.setattr(owner, name, fail_after(work, error))
     with pytest.raises(expected) as raised:
-        save_pruned(model, tiny_tokenizer(), report, tmp_path / "made" / "out")
+        save_pruned(model, tiny.tokenizer(), report, tmp_path / "made" / "out")
     if expected is UserError:
         assert "\n" not in str(raised.value) and "made/out" in str(raised.value)
     assert not list(tmp_path.iterdir())
@@ -251,7 +240,7 @@ def test_the_old_output_survives_a_failed_overwrite(step, failure, old, monkeypa
     owner, name = STEPS[step]
     monkeypatch.setattr(owner, name, fail_after(getattr(owner, name), error))
     with pytest.raises(expected):
-        save_pruned(model, tiny_tokenizer(), report, old, overwrite=True)
+        save_pruned(model, tiny.tokenizer(), report, old, overwrite=True)
     assert_untouched(old)
 
 
