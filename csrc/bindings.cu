@@ -47,7 +47,7 @@ fwanda::RowTopk arguments(const Tensor& weight, const Tensor& scale, const Tenso
   };
 }
 
-// All weights have one dtype and unit column stride; scales and keeps are contiguous: the caller sees to it.
+// The caller guarantees that all weights have one dtype and unit column stride, and that scales and keeps are contiguous.
 void foreach_row_topk_prune_(
     std::vector<Tensor> weights, std::vector<Tensor> scales, std::vector<Tensor> keeps, const Tensor& bad) {
   DeviceGuard guard(bad.get_device_index());
@@ -67,7 +67,8 @@ Tensor row_topk_mask(const Tensor& weight, const Tensor& scale, const Tensor& ke
   return out;
 }
 
-// In this and all below, inputs have unit column stride and scales and masks are contiguous: the caller sees to it.
+// In this and all functions below, the caller guarantees that inputs have unit column stride, and that scales and masks are
+// contiguous.
 void foreach_accumulate_sq_sums_(std::vector<Tensor> accs, std::vector<Tensor> xs, std::optional<Tensor> counted) {
   DeviceGuard guard(xs[0].get_device_index());
   std::vector<fwanda::SqSums> entries;
@@ -117,7 +118,7 @@ std::tuple<Tensor, Tensor> compress_24(const Tensor& weight, const Tensor& scale
   return {values, meta};
 }
 
-// [R] int32 each, R the rows of all matrices.
+// Returns two vectors [R] int32, with R the rows of all matrices together.
 std::tuple<Tensor, Tensor> count_at_threshold(
     std::vector<Tensor> weights, std::vector<Tensor> row_scales, std::vector<Tensor> col_scales, int64_t total, const Tensor& bad) {
   DeviceGuard guard(bad.get_device_index());
@@ -142,11 +143,11 @@ std::tuple<Tensor, Tensor> count_at_threshold(
   return {larger, equal};
 }
 
-// counters: int32 zeros for `sparsity`, else unused. chosen: keep or mask. See fwanda::ObsBlock for the rest.
+// counters: int32 zeros for the rule `sparsity`, else unused. chosen: keep or mask. fwanda::ObsBlock describes the rest.
 void obs_prune_block(
     const Tensor& weight, const Tensor& work, const Tensor& factor, const Tensor& weighting,
     std::optional<Tensor> row_weight, std::optional<Tensor> chosen, const Tensor& errors, const Tensor& counters,
-    int64_t choice, int64_t start, int64_t end, int64_t dropped, int64_t group) {
+    int64_t rule, int64_t start, int64_t end, int64_t dropped, int64_t group) {
   DeviceGuard guard(weight.get_device_index());
   STD_TORCH_CHECK(end - start <= fwanda::kObsColumns && counters.size(0) >= fwanda::kObsCounters, "fwanda_C: block");
   bool mask = chosen && chosen->dim() == 2;
@@ -158,14 +159,14 @@ void obs_prune_block(
       weight.stride(0), weight.stride(1), mask ? chosen->stride(0) : 0, mask ? chosen->stride(1) : 0,
       static_cast<int32_t>(weight.size(0)), static_cast<int32_t>(weight.size(1)), static_cast<int32_t>(start),
       static_cast<int32_t>(end), static_cast<int32_t>(dropped), static_cast<int32_t>(group),
-      static_cast<fwanda::ObsChoice>(choice), dtype_of(weight),
+      static_cast<fwanda::ObsRule>(rule), dtype_of(weight),
   };
   check(fwanda::obs_prune_block(block, current_stream(weight)));
 }
 
 }  // namespace
 
-// Overload names apart from those of the CPU library, which may be loaded beside this one.
+// The overload name `flag` sets row_topk_mask apart from that of the CPU library, which may be loaded beside this one.
 STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
   m.def("row_topk_mask.flag(Tensor weight, Tensor scale, Tensor keep, Tensor(a!) bad) -> Tensor");
   m.def("foreach_row_topk_prune_(Tensor(a!)[] weights, Tensor[] scales, Tensor[] keeps, Tensor(b!) bad) -> ()");
@@ -178,7 +179,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
       " -> (Tensor, Tensor)");
   m.def(
       "obs_prune_block(Tensor(a!) weight, Tensor work, Tensor factor, Tensor weighting, Tensor? row_weight,"
-      " Tensor? chosen, Tensor(b!) errors, Tensor(c!) counters, int choice, int start, int end, int dropped, int group)"
+      " Tensor? chosen, Tensor(b!) errors, Tensor(c!) counters, int rule, int start, int end, int dropped, int group)"
       " -> ()");
 }
 

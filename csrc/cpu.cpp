@@ -20,16 +20,19 @@
 #include <tuple>
 #include <vector>
 
+#include "bad.h"
+
 namespace {
 
+using fwanda::kBadKeep;
+using fwanda::kBadScale;
+using fwanda::kBadWeight;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-enum Flag : int64_t { kBadWeight = 1, kBadScale = 2, kBadKeep = 4 };
-
-// Rows of a weight whose columns are far apart are copied in tiles of this many, to use whole cache lines.
+// If the columns of a weight are far apart in memory, so many rows at a time are copied, to use whole cache lines.
 constexpr int64_t kTileRows = 32;
-// Elements a thread takes at least.
+// Fewest elements that a thread takes.
 constexpr int64_t kGrain = 1 << 14;
 
 struct BFloat16 {
@@ -110,7 +113,7 @@ int64_t narrow(const int32_t* from, int32_t* to, int64_t n, int shift, int bits,
   return kept;
 }
 
-// What a row removes: scores below `threshold`, and scores equal to it in columns before `tie_end`.
+// A row loses the scores below `threshold`, and those equal to it in columns before `tie_end`.
 struct Cut {
   int32_t threshold;
   int64_t tie_end;
@@ -167,7 +170,7 @@ void rank_groups(Scratch& scratch, int64_t columns, int32_t n, Out&& out) {
   for (int64_t j = 0; j < columns; j++) out(j, kept[j] != 0);
 }
 
-// As rank_groups, for any m; 0 < n < m. A key is a score and its column, so no two are equal.
+// Does what rank_groups does, for any m; 0 < n < m. A key is a score and its column, so no two keys are equal.
 template <class Out>
 void partition_groups(Scratch& scratch, int64_t columns, int64_t n, int64_t m, Out&& out) {
   scratch.keys.resize(m);

@@ -1,13 +1,10 @@
-// One block of obs_prune_: choose what goes, then walk the columns and hand errors to the right.
+// One block of obs_prune_: choose the entries to remove, then walk the columns and move their errors to the right.
 //
 // Memory: 8 lanes hold a row of the block, lane l the columns 32 q + 4 l ... 32 q + 4 l + 3 of q = 0 ... 3; the block's 64 KB
-// of U lie in shared memory. `sparsity` first finds the k-th lowest score of the block, digit by digit (11, 10, 10 bits of
-// its key), in three kernels that read the block from L2. Key = bits of fp32 w^2 * (weighting * row_weight). Counts are
+// of U lie in shared memory. For the rule `sparsity`, three kernels first find the k-th lowest score of the block, digit by
+// digit (11, 10, 10 bits of its key); they read the block from L2. Key = bits of fp32 w^2 * (weighting * row_weight). Counts are
 // integers, so atomics do not make results depend on the run.
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
 
 #include <algorithm>
 
@@ -19,15 +16,12 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kLanes = 8, kQuads = 4;           // lanes of a row, and quads of columns of a lane
-constexpr int kRows = kThreads / kLanes;        // of a block of the sweep
+constexpr int kRows = kThreads / kLanes;        // of a thread block of the walk
 constexpr int kLowBits = 10;
 constexpr int kBins[] = {2048, 1024, 1024}, kFirstBin[] = {0, 2048, 3072}, kState = 4096;
 constexpr int kCountBlocks = 528, kPitch = kRows + 1;
 constexpr uint32_t kNever = 0xffffffffu;        // above every key
 constexpr int kSharedBytes = (kObsColumns + 2) * kObsColumns * 4;
-
-__device__ inline int lane() { return int(threadIdx.x & 31); }
-__device__ inline int warp() { return int(threadIdx.x >> 5); }
 
 __device__ inline uint32_t key_of(float w, float scale) { return __float_as_uint(__fmul_rn(__fmul_rn(w, w), scale)) & 0x7fffffffu; }
 
@@ -68,8 +62,8 @@ __device__ Found find(const int32_t* counts, int rank) {
   return found;
 }
 
-// Four neighbouring columns of a row, 0 from `end` on. They exist in memory, as rows are padded to a multiple of 4. Always
-// loads something, so that no branch keeps several of these apart.
+// Four neighbouring columns of a row, 0 from `end` on. Rows are padded to a multiple of 4 columns, so all four exist in
+// memory. The load is unconditional, so that several of them can be issued together.
 __device__ inline float4 load_quad(const ObsBlock& b, int row, int column) {
   bool inside = row < b.rows && column < b.end;
   float4 v = *reinterpret_cast<const float4*>(b.work + (inside ? row * b.work_stride + column : 0));
@@ -118,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) _count_kernel(ObsBlock b) {
     if (bins[i]) atomicAdd(b.counters + kFirst + i, bins[i]);
 }
 
-// Sets of this lane's 16 columns: bit 4 q + i.
+// 16 columns of a row. In a set of them, bit 4 q + i stands for w[q][i].
 struct Tile {
   float w[kQuads][4];
   int row, l;
@@ -143,7 +137,7 @@ __device__ inline void compare(const uint32_t (&key)[kQuads][4], uint32_t kth, u
   }
 }
 
-// The first n members of a row's set, by column.
+// The first n columns of a row's set.
 __device__ uint32_t first_of_row(uint32_t set, int n, int l) {
   uint32_t taken = 0;
 #pragma unroll
@@ -186,7 +180,7 @@ __device__ int ties_before(const ObsBlock& b, uint32_t kth) {
   return ties;
 }
 
-// Of the block's k lowest keys those of this tile; among equal ones the lowest (row, column) goes.
+// This tile's part of the k lowest keys of the block. Among equal keys the lowest (row, column) goes first.
 __device__ uint32_t lowest_of_block(const ObsBlock& b, const Tile& t, const uint32_t (&key)[kQuads][4]) {
   const int32_t* state = b.counters + kState + 2;
   Found found = find<kBins[2]>(b.counters + kFirstBin[2], state[1]);
@@ -203,7 +197,7 @@ __device__ uint32_t lowest_of_block(const ObsBlock& b, const Tile& t, const uint
   return below | first_of_row(equal, n, t.l);
 }
 
-// The n lowest keys of the row, lowest column first among equal ones.
+// The n lowest keys of the row. Among equal keys the lowest column goes first.
 __device__ uint32_t lowest_of_row(const uint32_t (&key)[kQuads][4], int n, int l) {
   uint32_t kth = 0, below, equal;
   for (uint32_t bit = 1u << 30; bit; bit >>= 1) {
@@ -233,10 +227,10 @@ __device__ uint32_t lowest_of_group(const uint32_t (&key)[4], int dropped, int l
   return bits;
 }
 
-template <ObsChoice CHOICE>
+template <ObsRule RULE>
 __device__ uint32_t choose(const ObsBlock& b, const Tile& t, float scale) {
   uint32_t drop = 0;
-  if (CHOICE == ObsChoice::mask) {
+  if (RULE == ObsRule::mask) {
     auto* mask = static_cast<const uint8_t*>(b.chosen) + t.row * b.chosen_row_stride;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -244,12 +238,12 @@ __device__ uint32_t choose(const ObsBlock& b, const Tile& t, float scale) {
       if (t.row < b.rows && column < b.end) drop |= uint32_t(mask[column * b.chosen_col_stride] == 0) << i;
     }
   }
-  if (CHOICE == ObsChoice::sparsity || CHOICE == ObsChoice::keep) {
+  if (RULE == ObsRule::sparsity || RULE == ObsRule::keep) {
     uint32_t key[kQuads][4];
 #pragma unroll
     for (int q = 0; q < kQuads; q++) t.keys(b, q, scale, key[q]);
-    if (CHOICE == ObsChoice::sparsity && b.dropped) drop = lowest_of_block(b, t, key);
-    if (CHOICE == ObsChoice::keep) {
+    if (RULE == ObsRule::sparsity && b.dropped) drop = lowest_of_block(b, t, key);
+    if (RULE == ObsRule::keep) {
       int64_t pruned = t.row < b.rows ? b.cols - static_cast<const int64_t*>(b.chosen)[t.row] : 0;
       drop = lowest_of_row(key, int(pruned * b.end / b.cols - pruned * b.start / b.cols), t.l);
     }
@@ -257,7 +251,7 @@ __device__ uint32_t choose(const ObsBlock& b, const Tile& t, float scale) {
   return drop;
 }
 
-// Copies without waiting; what lies beyond `valid` bytes becomes 0.
+// Starts a copy and does not wait for it. Bytes beyond `valid` become 0.
 template <int BYTES>
 __device__ inline void copy_async(float* to, const float* from, int valid) {
   uint32_t address = uint32_t(__cvta_generic_to_shared(to));
@@ -265,7 +259,8 @@ __device__ inline void copy_async(float* to, const float* from, int valid) {
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from), "r"(valid) : "memory");
 }
 
-// U of the block, 0 outside; then its diagonal (1 past the end), then reciprocals of that. Not yet there on return.
+// Starts to copy U of the block into shared memory (0 outside), then its diagonal (1 past the end) and the reciprocals of the
+// diagonal. receive_factor() waits for it.
 __device__ void request_factor(const ObsBlock& b, float* shared) {
   int size = b.end - b.start;
   const float* upper = b.factor + int64_t(b.start) * b.cols + b.start;
@@ -287,7 +282,7 @@ __device__ void request_factor(const ObsBlock& b, float* shared) {
   }
 }
 
-// Waits for what request_factor() asked, and clears all up to the diagonal.
+// Waits for the copies of request_factor() and sets everything up to and including the diagonal to 0.
 __device__ void receive_factor(float* shared) {
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
@@ -310,7 +305,7 @@ __device__ inline void store(const ObsBlock& b, int64_t place, float w) {
   }
 }
 
-// Errors meet in shared memory, so that they leave by rows of 32.
+// Errors are gathered in shared memory, so that they are written 32 rows at a time.
 __device__ void write(const ObsBlock& b, const Tile& t, uint32_t drop, const float (&error)[kQuads][4], float* shared) {
   __syncthreads();
   int first = blockIdx.x * kRows;
@@ -326,8 +321,8 @@ __device__ void write(const ObsBlock& b, const Tile& t, uint32_t drop, const flo
     if (first + lane() < b.rows) b.errors[int64_t(c) * b.rows + first + lane()] = shared[c * kPitch + lane()];
 }
 
-template <ObsChoice CHOICE>
-__global__ void __launch_bounds__(kThreads) _sweep_kernel(ObsBlock b) {
+template <ObsRule RULE>
+__global__ void __launch_bounds__(kThreads) _walk_kernel(ObsBlock b) {
   extern __shared__ __align__(16) float shared[];
   request_factor(b, shared);
   Tile t;
@@ -338,7 +333,7 @@ __global__ void __launch_bounds__(kThreads) _sweep_kernel(ObsBlock b) {
     float4 v = load_quad(b, t.row, b.start + t.column(q));
     t.w[q][0] = v.x, t.w[q][1] = v.y, t.w[q][2] = v.z, t.w[q][3] = v.w;
   }
-  uint32_t drop = choose<CHOICE>(b, t, scale);
+  uint32_t drop = choose<RULE>(b, t, scale);
   receive_factor(shared);
   const float* diagonal = shared + kObsColumns * kObsColumns;
   int lanes = b.group / 4;
@@ -347,7 +342,7 @@ __global__ void __launch_bounds__(kThreads) _sweep_kernel(ObsBlock b) {
 #pragma unroll 1
     for (int l = 0; l < kLanes; l++) {
       int first = 32 * q + 4 * l;
-      if (CHOICE == ObsChoice::pattern && l % lanes == 0 && b.start + first + b.group <= b.end) {
+      if (RULE == ObsRule::pattern && l % lanes == 0 && b.start + first + b.group <= b.end) {
         uint32_t key[4];
         t.keys(b, q, scale, key);
         uint32_t bits = lowest_of_group(key, b.dropped, lanes, t.l);
@@ -370,9 +365,9 @@ __global__ void __launch_bounds__(kThreads) _sweep_kernel(ObsBlock b) {
   write(b, t, drop, error, shared);
 }
 
-template <ObsChoice CHOICE>
-cudaError_t sweep(const ObsBlock& b, cudaStream_t stream) {
-  auto* kernel = _sweep_kernel<CHOICE>;
+template <ObsRule RULE>
+cudaError_t walk(const ObsBlock& b, cudaStream_t stream) {
+  auto* kernel = _walk_kernel<RULE>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
   kernel<<<(b.rows + kRows - 1) / kRows, kThreads, kSharedBytes, stream>>>(b);
@@ -382,11 +377,11 @@ cudaError_t sweep(const ObsBlock& b, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t obs_prune_block(const ObsBlock& b, cudaStream_t stream) {
-  switch (b.choice) {
-    case ObsChoice::keep: return sweep<ObsChoice::keep>(b, stream);
-    case ObsChoice::mask: return sweep<ObsChoice::mask>(b, stream);
-    case ObsChoice::pattern: return sweep<ObsChoice::pattern>(b, stream);
-    case ObsChoice::sparsity: break;
+  switch (b.rule) {
+    case ObsRule::keep: return walk<ObsRule::keep>(b, stream);
+    case ObsRule::mask: return walk<ObsRule::mask>(b, stream);
+    case ObsRule::pattern: return walk<ObsRule::pattern>(b, stream);
+    case ObsRule::sparsity: break;
   }
   if (b.dropped) {
     int blocks = std::min((b.rows + kRows - 1) / kRows, kCountBlocks);
@@ -394,7 +389,7 @@ cudaError_t obs_prune_block(const ObsBlock& b, cudaStream_t stream) {
     _count_kernel<1><<<blocks, kThreads, 0, stream>>>(b);
     _count_kernel<2><<<blocks, kThreads, 0, stream>>>(b);
   }
-  return sweep<ObsChoice::sparsity>(b, stream);
+  return walk<ObsRule::sparsity>(b, stream);
 }
 
 }  // namespace fwanda

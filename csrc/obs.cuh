@@ -1,13 +1,14 @@
-// What obs.cu offers to bindings.cu.
+// Interface of obs.cu.
 #pragma once
-#include "select.cuh"
+#include "common.cuh"
 
 namespace fwanda {
 
-enum class ObsChoice { sparsity, keep, mask, pattern };
+// How the entries to remove are chosen; numbered as RULES of fwanda_kernels/_obs.py.
+enum class ObsRule { sparsity, keep, mask, pattern };
 
 constexpr int kObsColumns = 128;     // most in a block
-constexpr int kObsCounters = 4100;   // int32, histograms of three digits and what they led to
+constexpr int kObsCounters = 4100;   // int32: the histograms of three digits, and the keys and ranks found from them
 
 struct ObsBlock {
   const float* work;        // [R, C], the weight with all updates so far
@@ -23,11 +24,11 @@ struct ObsBlock {
   int32_t rows, cols, start, end;
   int32_t dropped;          // from the block by `sparsity`, from each group by `pattern`
   int32_t group;            // 4, 8, 16 or 32 columns
-  ObsChoice choice;
+  ObsRule rule;
   DType dtype;              // of weight
 };
 
-// Prune one block of columns and write its errors. work and factor begin at 16 bytes.
+// Prunes one block of columns and writes its errors. work and factor begin at 16 bytes.
 cudaError_t obs_prune_block(const ObsBlock& block, cudaStream_t stream);
 
 }  // namespace fwanda

@@ -1,10 +1,10 @@
 // Exact variable-k row selection: row_topk_prune_ (in place) and row_topk_mask.
 //
-// Memory: a block owns one row. The row is copied once into shared memory by the bulk copy engine and written once from
-// registers; scale [C] stays in L1. Each thread keeps the upper 16 bits of its scores as packed pairs (`key`, 2 columns a
-// register) and counts them against two thresholds a round, the first two taken from a sample; the few columns left
-// between two thresholds are ranked exactly on (score bits, column), and ties too many for that are cut by column.
-// sm_90: bulk copies, packed 16-bit min/max, fast 64-bit compares.
+// Memory: a block owns one row. The bulk copy engine copies the row once into shared memory, and registers write it once;
+// scale [C] stays in L1. Each thread keeps the upper 16 bits of its scores in pairs (`key`, 2 columns in a register). Each
+// round counts them against two thresholds; the first two come from a sample. The few columns left between two thresholds
+// are ranked exactly by (score bits, column). Ties too many for that are cut by column.
+// sm_90: bulk copies, 16-bit min/max on pairs, fast 64-bit compares.
 #include <algorithm>
 #include <vector>
 
@@ -15,7 +15,7 @@ namespace fwanda {
 
 namespace {
 
-constexpr int kMaxMatrices = 448;  // the table travels by value: 448 * 64 B < 32,764 B of kernel parameters
+constexpr int kMaxMatrices = 448;  // the table is a kernel argument: 448 * 64 B < 32,764 B
 
 struct Entry {
   RowTopk m;
@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(1024) _row_topk_kernel(const __grid_constant__
     Bits* weight = static_cast<Bits*>(m.weight) + r * m.row_stride;
     if (ALIGNED) start_copy(&shared.copied, x.row, weight, uint32_t(m.cols) * uint32_t(sizeof(Bits)));
     int64_t wanted = m.keep[r], keep = min(max(wanted, int64_t(0)), int64_t(m.cols));
-    if (wanted != keep) atomicOr(m.bad, 4);
+    if (wanted != keep) atomicOr(m.bad, kBadKeep);
     shared.weight = weight, shared.bad = m.bad, shared.keep = int32_t(keep), shared.listed = 0;
   }
   if (r == 0)
     for (int c = int(threadIdx.x); c < m.cols; c += int(blockDim.x))
-      if (!(m.scale[c] >= 0.f && m.scale[c] <= 3.402823466e38f)) atomicOr(m.bad, 2);
+      if (bad_scale(m.scale[c])) atomicOr(m.bad, kBadScale);
   __syncthreads();
   if (!ALIGNED) {
     for (int c = int(threadIdx.x); c < x.cols; c += int(blockDim.x)) x.row[c] = static_cast<const Bits*>(shared.weight)[c];
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(1024) _row_topk_kernel(const __grid_constant__
   if (ALIGNED) wait_copy(&shared.copied);
   bool full = (x.warp() + 1) * kColsPerWarp <= x.cols;
   bool overflow = full ? x.template make_keys<true>() : x.template make_keys<false>();
-  if (overflow && x.has_nonfinite_weight()) atomicOr(shared.bad, 1);
+  if (overflow && x.has_nonfinite_weight()) atomicOr(shared.bad, kBadWeight);
   int k = shared.keep;
   int cutoff = k == 0 ? 0x8000 : 0;
   if (k > 0 && k < x.cols) {
@@ -92,8 +92,8 @@ bool bulk_copyable(const RowTopk& m, int itemsize) {
   return multiple(m.weight, 16) && m.cols * itemsize % 16 == 0 && m.row_stride * itemsize % 16 == 0 && multiple(m.scale, 16) && multiple(m.mask, 4);
 }
 
-// One launch; all rows take the same number of threads. Barrier 0 is the only one used: an id in a register would reserve
-// all 16 of a block, and four such blocks fill an SM.
+// One launch, in which all rows take the same number of threads. Only barrier 0 is used: a barrier with its id in a register
+// would reserve all 16 barriers of a block, and then four blocks would fill an SM.
 template <class E, bool ALIGNED, bool MASK, int N>
 cudaError_t launch(const RowTopk* const* matrices, int count, cudaStream_t stream) {
   Table<N> table;
@@ -140,8 +140,6 @@ cudaError_t launch(const RowTopk* matrices, int count, cudaStream_t stream) {
 
 }  // namespace
 
-// In place over a list of matrices, one launch per number of threads a row (2,048 columns a warp); no host sync. Widths up to
-// 65,535 and as many bytes as a block's shared memory holds: 57,344 columns of fp32.
 cudaError_t row_topk_prune_(DType dtype, const RowTopk* matrices, int count, cudaStream_t stream) {
   switch (dtype) {
     case DType::bf16: return launch<Bf16, false>(matrices, count, stream);
@@ -151,7 +149,6 @@ cudaError_t row_topk_prune_(DType dtype, const RowTopk* matrices, int count, cud
   return cudaErrorInvalidValue;
 }
 
-// True = keep; the weight is read only.
 cudaError_t row_topk_mask(DType dtype, const RowTopk& matrix, cudaStream_t stream) {
   switch (dtype) {
     case DType::bf16: return launch<Bf16, true>(&matrix, 1, stream);

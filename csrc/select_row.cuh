@@ -1,8 +1,6 @@
-// One row of select.cu: score keys in registers, threshold search, exact ranking, ties, write. Anonymous on purpose: included once.
+// One row of select.cu: score keys in registers, threshold search, exact ranking, ties, write.
 #pragma once
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
+#include "common.cuh"
 
 namespace fwanda {
 namespace {
@@ -14,58 +12,27 @@ constexpr int kColsPerWarp = kSteps * kStride;   // 2048, contiguous
 constexpr int kMaxCols = 65535;                  // counts travel as 16-bit pairs
 constexpr uint32_t kOnes = 0x00010001u;
 
-// Columns ranked one by one. A bucket of equal upper halves holds about 0.25 % of a row.
+// Most columns that are ranked one by one. About 0.25 % of a row share one upper half.
 __host__ __device__ inline int list_capacity(int threads) { return threads >= 256 ? 128 : 64; }
 
-// Candidates, or tie counts of each warp and step.
+// Bytes for the candidates, or for the tie counts of each warp and step, which take their place.
 __host__ __device__ inline int list_bytes(int threads) { return threads * 2 > list_capacity(threads) * 8 ? threads * 2 : list_capacity(threads) * 8; }
 
-struct Bf16 {
-  using Bits = uint16_t;
-  using Unit = uint2;
-  static constexpr uint32_t kExponent = 0x7f80;
-  static __device__ float decode(Bits b) { return __uint_as_float(uint32_t(b) << 16); }
-  static __device__ void decode(const Unit& u, float (&w)[4]) {
-    w[0] = __uint_as_float(u.x << 16), w[1] = __uint_as_float(u.x & 0xffff0000u);
-    w[2] = __uint_as_float(u.y << 16), w[3] = __uint_as_float(u.y & 0xffff0000u);
-  }
-};
-
-struct Fp16 {
-  using Bits = uint16_t;
-  using Unit = uint2;
-  static constexpr uint32_t kExponent = 0x7c00;
-  static __device__ float decode(Bits b) { return __half2float(__ushort_as_half(b)); }
-  static __device__ void decode(const Unit& u, float (&w)[4]) {
-    w[0] = decode(Bits(u.x)), w[1] = decode(Bits(u.x >> 16)), w[2] = decode(Bits(u.y)), w[3] = decode(Bits(u.y >> 16));
-  }
-};
-
-struct Fp32 {
-  using Bits = uint32_t;
-  using Unit = uint4;
-  static constexpr uint32_t kExponent = 0x7f800000;
-  static __device__ float decode(Bits b) { return __uint_as_float(b); }
-  static __device__ void decode(const Unit& u, float (&w)[4]) {
-    w[0] = __uint_as_float(u.x), w[1] = __uint_as_float(u.y), w[2] = __uint_as_float(u.z), w[3] = __uint_as_float(u.w);
-  }
-};
-
-// fabsf on the scale folds -0.0 into 0 and keeps keys non-negative even for scales that `bad` rejects.
+// fabsf turns a scale of -0.0 into 0, and keeps keys non-negative even for scales that `bad` reports.
 __device__ inline uint32_t score_bits(float w, float s) { return __float_as_uint(__fmul_rn(fabsf(w), fabsf(s))); }
 
 __device__ inline float root(float x) { return x * rsqrtf(x); }
 
 __device__ inline uint32_t splat(int v) { return (uint32_t(v) & 0xffffu) * kOnes; }
 
-// Each half filled with its own sign; __byte_perm lacks prmt's sign mode.
+// Fills each half with its own sign bit; __byte_perm lacks the sign mode of prmt.
 __device__ inline uint32_t spread_signs(uint32_t pair) {
   uint32_t r;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(r) : "r"(pair));
   return r;
 }
 
-// Past L1, which is for scale.
+// The stores bypass L1, which holds the scale.
 __device__ inline void store_past(uint2* p, uint2 v) {
   asm volatile("st.global.L1::no_allocate.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
 }
@@ -76,7 +43,7 @@ __device__ inline void store_past(uint4* p, uint4 v) {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// Bulk copies exist from sm_90 on; code for older cards compiles but is never launched (native.py).
+// Bulk copies exist from sm_90 on; code for older cards compiles but is never launched (native_cuda.py).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 __device__ inline void start_copy(uint64_t*, void*, const void*, uint32_t) { __trap(); }
 __device__ inline void wait_copy(uint64_t*) { __trap(); }
@@ -108,7 +75,7 @@ struct Bracket {
 
 struct Shared {
   uint64_t copied;  // mbarrier
-  void* weight;     // of this row; this and the next two would be spilled from registers
+  void* weight;     // of this row; in shared memory, as this and the next two would spill from registers
   int32_t* bad;
   int32_t keep;
   uint32_t listed;
@@ -136,7 +103,7 @@ struct Row {
   __device__ static int lane() { return int(threadIdx.x) % 32; }
   __device__ static int column(int step) { return warp() * kColsPerWarp + step * kStride + lane() * kUnit; }
 
-  // Combines values that are uniform in each warp.
+  // Combines over all warps values that are the same in all lanes of a warp.
   template <class Op>
   __device__ uint2 combine(uint2 v, uint2 neutral, Op op) {
     if (warps() == 1) return v;
@@ -168,7 +135,7 @@ struct Row {
     s[0] = score_bits(w[0], f.x), s[1] = score_bits(w[1], f.y), s[2] = score_bits(w[2], f.z), s[3] = score_bits(w[3], f.w);
   }
 
-  // Columns past the row get key -1: below every threshold. FULL: the warp has none.
+  // Columns past the row get key -1, which is below every threshold. FULL: this warp has no such columns.
   template <bool FULL>
   __device__ bool make_keys() {
     uint32_t largest = 0;
@@ -176,7 +143,7 @@ struct Row {
 #pragma unroll
     for (int v = 0; v < kSteps; v++) {
       int c = first + v * kStride;
-      if (v && v % 4 == 0) __syncwarp();  // keeps the compiler from lifting every load at once, which spills
+      if (v && v % 4 == 0) __syncwarp();  // keeps the compiler from issuing all loads at once, which spills registers
       if (!FULL) key[2 * v] = key[2 * v + 1] = ~0u;
       if (FULL || c < cols) {
         uint32_t s[4];
@@ -201,7 +168,8 @@ struct Row {
     return found;
   }
 
-  // Two order statistics of a sample of 64 keys a warp, around the wanted quantile; bitonic sort of two packed lists.
+  // Two order statistics around the wanted quantile, of a sample of 64 keys in each warp: a bitonic sort of two lists
+  // that share registers.
   __device__ uint2 sample_quantiles(int k) {
     uint32_t a = key[kSteps / 2], b = key[kSteps + kSteps / 2];
     a = a == ~0u ? key[0] : a, b = b == ~0u ? key[1] : b;
@@ -256,7 +224,7 @@ struct Row {
       int inside = b.at_lo - b.at_hi;
       float width = float(b.hi - b.lo), m = float(inside);
       if (inside <= list_capacity(threads()) || b.hi - b.lo == 1) return b;
-      if (b.lo == 0 || b.hi == 0x8000) {  // the guess missed: gallop
+      if (b.lo == 0 || b.hi == 0x8000) {  // the guess missed: widen the step until the bracket closes
         center = b.lo == 0 ? float(b.hi) - span : float(b.lo) + span, step = 0.5f * span, span *= 4.f;
       } else if (round >= 3 && (round & 1)) {  // an even split bounds the rounds whatever the distribution
         center = float(b.lo) + 0.5f * width, step = width * (1.f / 6.f);
@@ -267,13 +235,13 @@ struct Row {
     }
   }
 
-  // MASK: all ones marks the column instead (a NaN, which `bad` reports where a weight holds it).
+  // MASK: the column is marked with all ones instead. That is a NaN, so no finite weight looks like it.
   __device__ void remove(int c) const { row[c] = MASK ? Bits(~Bits(0)) : Bits(0); }
 
-  // Columns whose score bits lie in [first, last] (at most the list's capacity, `inside` of them; all keys of the bracket
-  // outside of it are decided here too): the `rest` largest by (score, column) stay.
+  // Of the `inside` columns with score bits in [first, last], at most the list's capacity, the `rest` largest by (score,
+  // column) stay. Columns with a key in the bracket but score bits outside of [first, last] are decided here too.
   __device__ void rank_candidates(const Bracket& b, uint32_t first, uint32_t last, int inside, int rest) {
-    // miss[h] bit r, r + 16: the low and high column of key register 16 h + r lies outside of the bracket.
+    // Bits r and r + 16 of miss[h]: the low and the high column of key register 16 h + r lie outside of the bracket.
     uint32_t shift = splat(-b.lo), width = splat(b.hi - b.lo), last_inside = splat(b.lo - b.hi + 1), miss[kSteps / 8] = {};
 #pragma unroll
     for (int r = 0; r < 2 * kSteps; r++)
@@ -289,9 +257,9 @@ struct Row {
       }
     }
     __syncthreads();
-    // Score bits above a column are finite positive doubles in the same order: one compare instead of two.
+    // An entry, score bits above a column, is a positive finite double with the same order: one compare instead of two.
     const double* list = reinterpret_cast<const double*>(this->list());
-    if (warps() >= 4) {  // a column a warp at a time, its rivals up to four a lane
+    if (warps() >= 4) {  // each warp takes one column at a time; a lane holds up to four of its rivals
       double rival[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) rival[i] = lane() + 32 * i < inside ? list[lane() + 32 * i] : 0.;
@@ -302,7 +270,7 @@ struct Row {
         if (inside > 64) larger += __popc(__ballot_sync(~0u, rival[2] > mine)) + __popc(__ballot_sync(~0u, rival[3] > mine));
         if (larger >= rest && lane() == 0) remove(int(uint32_t(__double_as_longlong(mine))));
       }
-    } else {  // a column a thread
+    } else {  // each thread takes one column
       for (int i = int(threadIdx.x); i < inside; i += threads()) {
         double mine = list[i];
         int larger = 0, j = 0;
@@ -318,8 +286,8 @@ struct Row {
     __syncthreads();
   }
 
-  // Narrows one upper half [lo << 16, lo << 16 | 0xffff] to score bits [first, last] that are one value or fit the list.
-  // Each pivot snaps to scores that occur, so a few distinct values end in as few rounds.
+  // Narrows the scores that share the upper half `lo`, [lo << 16, lo << 16 | 0xffff], to score bits [first, last] that are
+  // one value or fit the list. Both ends move to scores that occur, so a few distinct values need only a few rounds.
   __device__ void split_bucket(int k, uint32_t& first, uint32_t& last, int& at_first, int& above) {
     while (first < last && at_first - above > list_capacity(threads())) {
       uint32_t pivot = first + (last - first + 1) / 2, up = ~0u, down = 0, n = 0;
@@ -342,13 +310,13 @@ struct Row {
     }
   }
 
-  // More equal upper halves than the list holds. Loops stay rolled here: unrolled, their addresses would be kept in
-  // registers all the way through the fast path.
+  // For more equal upper halves than the list holds. Returns true if all columns are decided. Loops stay rolled:
+  // unrolled, their addresses would occupy registers during the whole fast path.
   __device__ bool settle_bucket(const Bracket& b, int k, uint32_t& first, uint32_t& last, int& at_first, int& above) {
     uint32_t base = first;
     first = ~0u, last = 0;
     uint64_t tie = 0;  // bit 4 v + i: column i of step v has the tied score
-    // Offsets from the bucket's ends wrap for scores outside of it, which so never win the minimum or the maximum.
+    // For scores outside of [base, base + 0xffff] the offsets wrap around, so those never win the minimum or the maximum.
 #pragma unroll 1
     for (int v = 0; v < kSteps && column(v) < cols; v++) {
       uint32_t s[4], bits = 0;
@@ -383,8 +351,8 @@ struct Row {
     return true;
   }
 
-  // Of the tied columns the `rest` highest stay. Order is (warp, step, lane, column), so counts per (warp, step) and their
-  // suffix sums leave one boundary cell to look into.
+  // Of the tied columns the `rest` highest stay. Columns are ordered by (warp, step, lane, column of the lane): suffix sums
+  // of the counts for each (warp, step) leave one cell in which some stay and some go.
   __device__ void remove_low_columns(uint64_t tie, int rest) {
     uint32_t* cell = reinterpret_cast<uint32_t*>(list());  // [warp, step]; the list is not in use
     int cells = warps() * kSteps;
@@ -396,7 +364,7 @@ struct Row {
     }
     if (lane() < kSteps) cell[warp() * kSteps + lane()] = mine;
     __syncthreads();
-    if (warp() == 0) {  // cells -> ties after the cell
+    if (warp() == 0) {  // a cell becomes the number of ties after it
       uint32_t carry = 0;
 #pragma unroll 1
       for (int end = cells; end > 0; end -= 32) {
@@ -425,7 +393,7 @@ struct Row {
           int next = __shfl_down_sync(~0u, sum, o);
           if (lane() + o < 32) sum += next;
         }
-        int keep = rest - after - (sum - own);  // less what higher lanes keep
+        int keep = rest - after - (sum - own);  // the higher lanes keep the others
 #pragma unroll
         for (int i = 3; i >= 0; i--)
           if (keep > 0 && (gone >> i & 1u)) gone &= ~(1u << i), keep--;
@@ -448,7 +416,7 @@ struct Row {
     *unit = u;
   }
 
-  // Removes keys below `cutoff` and whatever remove() marked in the shared row.
+  // Removes keys below `cutoff` and what remove() marked in the shared row.
   template <bool FULL>
   __device__ void write(int cutoff, Bits* weight, uint8_t* mask) {
     uint32_t shift = splat(-cutoff);
@@ -458,7 +426,7 @@ struct Row {
       int c = start + v * kStride;
       if (!FULL && c >= cols) continue;
       Unit u = *reinterpret_cast<const Unit*>(row + c);
-      // sign of key - cutoff, spread over its half
+      // the sign of key - cutoff, copied to all bits of its half
       uint32_t gone[2];
 #pragma unroll
       for (int i = 0; i < 2; i++) gone[i] = spread_signs(__viaddmax_s16x2(key[2 * v + i], shift, 0x80008000u));

@@ -1,8 +1,8 @@
 // N:4 selection and the 2:4 pack: nm_prune_ (in place), nm_mask and compress_24.
 //
-// Memory: a warp takes a strip of 256 columns over several rows, with the strip's scales in registers and all its rows on
-// their way at once; a lane holds two whole groups of 4 and ranks each by 6 comparisons. compress_24 gathers the metadata
-// of 32 rows in shared memory, as the reordered metadata of 32 rows and 2 words of columns is one stretch of 128 bytes.
+// Memory: a warp takes a strip of 256 columns over several rows. It holds the strip's scales in registers and loads all its
+// rows at once. A lane holds two whole groups of 4 and ranks each by 6 comparisons. compress_24 gathers the metadata of 32
+// rows in shared memory, because the reordered metadata of 32 rows and 2 words of columns is one stretch of 128 bytes.
 #include "columns.cuh"
 #include "sparse24.cuh"
 
@@ -16,7 +16,7 @@ constexpr int kBands = 2;           // of 32 rows, in a block of compress_24
 constexpr int kPairs = kStrip / 32; // stretches of metadata in a strip and band
 constexpr int kPairBytes = 128, kPairPitch = 144;  // 16 bytes apart keep a warp's writes on different banks
 
-// Bit i is set where column i of a group is among the n largest; of equals the lowest is removed first.
+// Bit i: column i of a group is among the n largest. Among equal scores the lowest column is removed first.
 __device__ inline uint32_t kept(const float* w, const float* s, int n) {
   float p[4];
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ inline void flag_scale(const float (&s)[8], int32_t* bad) {
   bool wrong = false;
 #pragma unroll
   for (int j = 0; j < 8; j++) wrong |= bad_scale(s[j]);
-  if (wrong) atomicOr(bad, 2);
+  if (wrong) atomicOr(bad, kBadScale);
 }
 
 template <class E, bool ALIGNED, bool MASK>
@@ -85,16 +85,18 @@ __global__ void __launch_bounds__(kWarps * 32) _keep_n_of_4_kernel(Weight24 m, i
       v[i].template store<ALIGNED>(weight + i * m.row_stride, i < rows ? valid : 0);
     }
   }
-  if (E::poisoned(poisoned)) atomicOr(m.bad, 1);
+  if (E::poisoned(poisoned)) atomicOr(m.bad, kBadWeight);
 }
 
-// Where byte `byte` of word w (of 16) of row r (of 32) goes in shared memory: reference.py says the order.
+// Where byte `byte` of word w (of 16) of row r (of 32) goes in shared memory; _meta_offsets() in ops/sparse24.py
+// describes the order.
 __device__ inline int meta_place(int r, int w, int byte) {
   int moved = (r & 7) << 2 | r >> 3, shift = (w & 1) - (moved & 1);
   return (w >> 1) * kPairPitch + ((moved + shift) * 2 + (w - shift & 1)) * 2 + byte;
 }
 
-// For a kept set of two: the permutation that picks their 16 bits from the group's two words, and above it the metadata.
+// For two kept columns: the selector of __byte_perm that picks their 16 bits from the group's two words, and above it their
+// metadata.
 __device__ inline uint32_t pack_code(uint32_t bits) {
   uint32_t low = bits & 1 ? 0 : bits & 2 ? 1 : 2, high = bits & 8 ? 3 : bits & 4 ? 2 : 1;
   return 0x1010u + 0x22u * low + 0x2200u * high + (low << 16 | high << 18);
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(kWarps * 32) _compress_24_kernel(Weight24 m, u
     if (row < m.rows && c < m.cols) *reinterpret_cast<uint2*>(values + (row * m.cols + c) / 2) = two;
     shared[i / kPerBand][meta_place(int(row & 31), lane() >> 1, lane() & 1)] = uint8_t(code0 >> 16 | code1 >> 16 << 4);
   }
-  if (E::poisoned(poisoned)) atomicOr(m.bad, 1);
+  if (E::poisoned(poisoned)) atomicOr(m.bad, kBadWeight);
   __syncthreads();
   constexpr int kVectors = kPairBytes / 16;
   for (int i = int(threadIdx.x); i < kBands * kPairs * kVectors; i += kWarps * 32) {

@@ -1,13 +1,13 @@
-// What sparse24.cu offers to bindings.cu.
+// Interface of sparse24.cu.
 #pragma once
-#include "select.cuh"
+#include "common.cuh"
 
 namespace fwanda {
 
 struct Weight24 {
   void* weight;        // [R, C], last dim contiguous, C a multiple of 4
   const float* scale;  // [C], >= 0
-  int32_t* bad;        // |= 1 non-finite weight, 2 non-finite or negative scale
+  int32_t* bad;        // codes of bad.h
   int64_t row_stride;  // in elements, >= C
   int32_t rows, cols;
   DType dtype;

@@ -1,9 +1,9 @@
 // Squared column sums: accumulate_sq_sums_, of one input or of a list in two launches.
 //
-// Memory: x [T, C] is read once, past L1. A block sums a slab of 128 or 256 tokens over a strip of 256 columns: a warp takes
-// every 8th token in fp32, the 8 warps meet in shared memory, and one row of partial [slabs, C] fp32 goes out. The second
-// kernel adds the slabs to acc in fp64; it starts while the first one drains. The order of all additions depends on T
-// alone, so single and grouped calls, vectors and single loads give the same bits.
+// Memory: x [T, C] is read once; the loads bypass L1. A block sums a slab of 128 or 256 tokens over a strip of 256 columns in
+// fp32: each of its 8 warps takes every 8th token, their sums meet in shared memory, and the block writes one row of
+// partial [slabs, C] fp32. The second kernel adds the slabs to acc in fp64; it starts while the first one ends. The order
+// of all additions depends on T alone, so single and grouped calls, and 16-byte and single loads, give the same bits.
 #include <algorithm>
 
 #include "columns.cuh"
@@ -15,9 +15,9 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kFew = 4096;         // tokens, up to which slabs of 128 are faster (H200, the widths of LLaMA-2-7B)
-constexpr int kInFlight = 8;       // 16-byte loads a thread has under way
+constexpr int kInFlight = 8;       // 16-byte loads that a thread issues before it uses one
 constexpr int kFinishCols = 32;    // columns of a block of the second kernel
-constexpr int kMaxEntries = 64;    // the table travels by value
+constexpr int kMaxEntries = 64;    // the table is a kernel argument
 
 struct Entry {
   SqSums in;

@@ -1,6 +1,6 @@
-// What stats.cu offers to bindings.cu.
+// Interface of stats.cu.
 #pragma once
-#include "select.cuh"
+#include "common.cuh"
 
 namespace fwanda {
 
@@ -15,8 +15,8 @@ struct SqSums {
 // Floats that `partial` must hold for one entry.
 int64_t sq_sums_partial(int32_t tokens, int32_t cols);
 
-// acc += squares of x summed over the tokens that `counted` [T] does not mark 0 (nullptr: all). partial holds the
-// entries' needs together. Needs compute capability 9.0.
+// Adds to acc the squares of x, summed over the tokens whose `counted` [T] is not 0 (nullptr: all tokens). partial is
+// scratch memory for all entries together. Needs compute capability 9.0.
 cudaError_t accumulate_sq_sums_(const SqSums* entries, int count, const uint8_t* counted, float* partial, cudaStream_t stream);
 
 }  // namespace fwanda

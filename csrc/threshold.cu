@@ -1,13 +1,13 @@
 // select_threshold: the total-th largest score over a list of matrices, and each row's count above and at it.
 //
 // Key = bits of the fp32 score, so that integer order is score order. A sample of kSample keys brackets the wanted key. One
-// pass over all weights counts, by row, the keys above the bracket, and lists those inside; a histogram of the list leaves
-// one key, and the list completes the counts. Where the bracket missed, or was too wide for the histogram or the list,
-// further passes do the work; they are always launched, find out on the device and mostly return at once.
+// pass over all weights counts the keys of each row above the bracket and lists those inside. A histogram of the list finds
+// the wanted key, and the list completes the counts. If the bracket missed the key, or held too many keys for the histogram
+// or the list, further passes do the work. They are always launched; each decides on the device whether it is needed.
 //
-// Memory: a pass reads the weights once, past L1, which holds col_scale. A warp owns 4 rows: products |w| * col_scale are
-// compared with bounds of its row, found such that the rounded product with row_scale falls on the same side of the
-// bracket. Keys equal to the sample's own guess, where heavy ties sit, are only counted, never put anywhere.
+// Memory: a pass reads the weights once; the loads bypass L1, which holds col_scale. A warp owns 4 rows. It compares the
+// products |w| * col_scale with bounds of their row; these are found such that a product lies on the same side of a bound as
+// its key lies of the bracket. Keys equal to the sample's own guess, where heavy ties sit, are counted but never stored.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -21,17 +21,17 @@ namespace {
 
 constexpr int kInfinite = 0x7f800000, kNever = 0x7fffffff;
 constexpr int kSample = 1 << 23;
-constexpr int kListShare = 768;  // weights for one place on the list; 0.104 % are expected there, from kSample on
-constexpr int kHeld = 128;  // listed keys that a warp gathers before it writes half of them or more
+constexpr int kListShare = 768;  // weights for each place on the list; the bracket is expected to hold 0.104 % of them
+constexpr int kHeld = 128;  // keys that a warp can hold; it writes them to the list once half the room is used
 constexpr int kBinBits = 18, kBins = 1 << kBinBits;
-constexpr int kPasses = 3;  // the bracket, after a miss the side where the key is, one bin of it; then the counts
+constexpr int kPasses = 3;  // with the bracket, with the side of the key after a miss, with one bin of it; one more pass counts
 constexpr int kWarps = 8;
 constexpr int kTileRows = 4;
-constexpr int kMaxMatrices = 448;  // the table travels by value: 448 * 72 B < 32,764 B of kernel parameters
+constexpr int kMaxMatrices = 448;  // the table is a kernel argument: 448 * 72 B < 32,764 B
 constexpr int kRanks = 3;          // of the sample: upper end, guess, lower end
 constexpr int kDigits = 2048;
 
-// Of the passes, what their registers allow.
+// Blocks of a pass on an SM, as their registers allow.
 template <class E>
 constexpr int blocks_per_sm() { return E::kParts == 2 ? 2 : 3; }
 
@@ -62,7 +62,7 @@ struct State {
   __device__ bool all_listed(unsigned capacity) const { return listed == inside && listed <= capacity; }
 };
 
-// In the sample, from the top, counted from 1; an open end has none.
+// Ranks in the sample, from the top, counted from 1. An open end of the bracket has no rank.
 struct Ranks {
   int of[kRanks];
   bool open_hi, open_lo;
@@ -86,12 +86,12 @@ __host__ __device__ inline int padded(int cols) { return (cols + kStrip - 1) / k
 
 __device__ inline int bits(float x) { return __float_as_int(x); }
 
-// Key of the score of a product |w| * col_scale, which is given by its bits.
+// Key of the score whose product |w| * col_scale has these bits.
 __device__ inline int key_of(int product, float row_scale) {
   return row_scale == 0.f ? 0 : bits(__fmul_rn(__int_as_float(product), row_scale));
 }
 
-// The smallest product whose key is at least `key`: rounding is monotone, so the products above it are those above `key`.
+// The smallest product whose key is at least `key`. Rounding is monotone, so larger products have keys at least as large.
 __device__ int smallest_product(int key, float row_scale) {
   if (row_scale == 0.f) return key <= 0 ? 0 : kNever;
   if (key > kInfinite) return kNever;
@@ -118,7 +118,7 @@ __device__ const Entry& find(const Table& table, int64_t place, F first) {
   return table.entry[low];
 }
 
-// Padding is -0: the bits of a product with it come before those of any other, and far from them.
+// Padding is -0: as integers, the bits of a product with it lie below those of every other product, and far from them.
 __global__ void _copy_scales_kernel(const __grid_constant__ Table table, int32_t* bad) {
   const Entry& e = table.entry[blockIdx.x];
   bool wrong = false;
@@ -127,7 +127,7 @@ __global__ void _copy_scales_kernel(const __grid_constant__ Table table, int32_t
     if (i < e.m.cols) wrong |= bad_scale(e.m.col_scale[i]);
     if (i < padded(e.m.cols)) e.padded[i] = i < e.m.cols ? fabsf(e.m.col_scale[i]) : -0.f;
   }
-  if (wrong) atomicOr(bad, 2);
+  if (wrong) atomicOr(bad, kBadScale);
 }
 
 // One weight from each of `drawn` equal stretches, at a golden-ratio sequence of places.
@@ -151,7 +151,7 @@ __global__ void _sample_kernel(const __grid_constant__ Table table, Workspace sp
 __device__ inline int width_of(int digit) { return digit == 0 ? 11 : 10; }
 __device__ inline int shift_of(int digit) { return 20 - 10 * digit; }
 
-// How many keys of the sample with each prefix have which next digit. Ranks of one prefix share a count.
+// Counts the next digit of the sample's keys that begin with each prefix. Ranks with the same prefix share a count.
 __global__ void __launch_bounds__(1024) _count_digits_kernel(Workspace space, int drawn, int digit) {
   const int shift = shift_of(digit), width = width_of(digit);
   __shared__ uint32_t count[kRanks][kDigits];
@@ -212,7 +212,8 @@ __device__ void set_bracket(State& s, int lo, int hi) {
   s.settled = lo == hi;
 }
 
-// One digit of each rank; with the last digit, the bracket. An end as heavy as the sample's margin stays outside of it.
+// Finds one digit of each rank's key, and with the last digit the bracket. Its ends lie just inside the outer two keys, so
+// that heavy ties there stay outside.
 __global__ void __launch_bounds__(1024) _pick_digits_kernel(Workspace space, Ranks ranks, int digit) {
   State& s = *space.state;
   Found found[kRanks];
@@ -236,14 +237,14 @@ __global__ void __launch_bounds__(1024) _pick_digits_kernel(Workspace space, Ran
   s.settled = false;  // a pass has yet to verify it
 }
 
-// What the products of a row are compared with.
+// Bounds for the products of a row.
 struct Bounds {
   float row_scale;
   int above;  // the first product above the bracket
   int lo;     // the first inside it
 };
 
-// By a warp, one bound a lane.
+// By a whole warp: each lane finds one bound.
 __device__ inline void find_bounds(Bounds (&bound)[kTileRows], const float* row_scale, int rows, int lo, int hi) {
   int q = lane() / 2 % kTileRows;
   float scale = q < rows ? fabsf(row_scale[q]) : 0.f;
@@ -256,12 +257,12 @@ __device__ inline void find_bounds(Bounds (&bound)[kTileRows], const float* row_
   }
 }
 
-// In two instructions, where the compiler takes three.
+// In two instructions; the compiler takes three.
 __device__ inline void count_if_ge(int& count, int a, int b) {
   asm("{ .reg .pred p; setp.ge.s32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "r"(a), "r"(b));
 }
 
-// Listed keys of a warp on their way to the list.
+// Keys that a warp gathers before it writes them to the list.
 struct Held {
   unsigned count;
   Listed key[kHeld];
@@ -271,7 +272,7 @@ struct Held {
     if (at < kHeld) key[at] = {row, k};
   }
 
-  // By the whole warp, once it holds `enough`. Keys beyond kHeld are lost: then listed stays below inside.
+  // By the whole warp, once it holds `enough`. Keys beyond kHeld are lost; `listed` below `inside` then tells of it.
   __device__ void write(const Workspace& space, unsigned enough) {
     __syncwarp();
     unsigned added = __shfl_sync(0xffffffffu, count, 0), holds = min(added, unsigned(kHeld));
@@ -289,8 +290,8 @@ struct Held {
 
 enum class Pass { first, next, last };
 
-// Counts, in each of 4 rows, the keys above the bracket and those equal to the guess; what else is inside the bracket goes
-// on the list, after the first pass into the histogram. In the last pass the bracket is the wanted key.
+// Counts, in each of 4 rows, the keys above the bracket and those equal to the guess. The other keys inside the bracket go on
+// the list in the first pass, and into the histogram in later ones. In the last pass the bracket is the wanted key.
 template <class E, bool ALIGNED, Pass PASS>
 __global__ void __launch_bounds__(kWarps * 32, blocks_per_sm<E>()) _pass_kernel(
     const __grid_constant__ Table table, Workspace space, unsigned* next_tile, int32_t* larger, int32_t* equal, int32_t* bad) {
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_per_sm<E>()) _pass_kernel(
   auto shared = [](unsigned ticket) { return int(__shfl_sync(0xffffffffu, ticket, 0)); };
   unsigned ticket = take();
   for (int tile = shared(ticket); tile < table.tiles; tile = shared(ticket)) {
-    ticket = take();  // arrives while this tile is worked on
+    ticket = take();  // the next ticket arrives while this tile is worked on
     const Entry& e = find(table, tile, [](const Entry& x) { return x.first_tile; });
     const int cols = e.m.cols, row = (tile - e.first_tile) * kTileRows, rows = min(kTileRows, e.m.rows - row);
     Bounds bound[kTileRows];
@@ -375,7 +376,7 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_per_sm<E>()) _pass_kernel(
   if (PASS == Pass::first) held.write(space, 1);
   if (PASS == Pass::next) atomicAdd(&s.inside, all_inside);
   if (lane() == 0) atomicAdd(&s.above, all_above), atomicAdd(&s.guessed, all_equal);
-  if (E::poisoned(poisoned)) atomicOr(bad, 1);
+  if (E::poisoned(poisoned)) atomicOr(bad, kBadWeight);
 }
 
 __global__ void _list_to_histogram_kernel(Workspace space) {
@@ -385,7 +386,7 @@ __global__ void _list_to_histogram_kernel(Workspace space) {
     atomicAdd(&space.histogram[s.bin_of(space.list[i].key)], 1ull);
 }
 
-// Shrinks the bracket to the bin of the wanted key, or moves it to the side where that key is.
+// Shrinks the bracket to the bin of the wanted key; after a miss, moves it to the side where that key is.
 __global__ void __launch_bounds__(1024) _narrow_kernel(Workspace space, unsigned long long total, bool first) {
   State& s = *space.state;
   if (s.settled) return;
@@ -410,7 +411,7 @@ __global__ void __launch_bounds__(1024) _narrow_kernel(Workspace space, unsigned
   }
 }
 
-// The guess is no key like any other: its counts are where those of the wanted key belong.
+// `equal` holds the counts of the guess. If the guess is not the wanted key, they belong to `larger` or nowhere.
 __global__ void _move_guesses_kernel(Workspace space, int64_t rows, int32_t* larger, int32_t* equal) {
   const State& s = *space.state;
   if (!s.complete || s.guess == s.lo) return;
@@ -441,7 +442,7 @@ int64_t size_of(const Scored* matrices, int count) {
 
 int drawn_from(int64_t size) { return int(std::min<int64_t>(size, kSample)); }
 
-// What must begin as 0 comes before the scales.
+// The parts that must begin as 0 come before the scales.
 Workspace workspace_at(void* memory, const Scored* matrices, int count, int64_t size) {
   char* at = static_cast<char*>(memory);
   Workspace w;
@@ -487,7 +488,7 @@ std::vector<Group> group(const Scored* matrices, int count, float* scales) {
   return groups;
 }
 
-// The sample's share of the wanted rank, and 3 standard deviations of it or more to either side.
+// The wanted rank scaled to the sample, and at least 3 of its standard deviations to either side.
 Ranks ranks_of(int64_t total, int64_t size, int drawn) {
   int64_t below = std::min<int64_t>(drawn - 1, (size - total) * drawn / size);
   int guess = drawn - int(below), margin = 0;

@@ -1,6 +1,6 @@
-// What threshold.cu offers to bindings.cu.
+// Interface of threshold.cu.
 #pragma once
-#include "select.cuh"
+#include "common.cuh"
 
 namespace fwanda {
 
@@ -13,11 +13,12 @@ struct Scored {
   DType dtype;
 };
 
-// Bytes of scratch memory, at 16 bytes: 36 MB, or 2 MB and 1 B for each 96 weights where that is more, and 4 B a column.
+// Bytes of scratch memory, which must begin at 16 bytes: the larger of 36 MB, and 2 MB plus 1 B for each 96 weights; and 4 B
+// for each column.
 int64_t threshold_workspace(const Scored* matrices, int count);
 
-// Finds the total-th largest score of all matrices, 1 <= total <= size, and counts in each row, over all matrices in order,
-// the weights with a larger score and those with just this one. bad |= 1 non-finite weight, 2 non-finite or negative scale.
+// Finds the total-th largest score of all matrices, 1 <= total <= their weights. For each row, over all matrices in order,
+// counts the weights with a larger score and those with this score. bad gets the codes of bad.h.
 cudaError_t count_at_threshold(
     const Scored* matrices, int count, int64_t total, void* workspace, int32_t* larger, int32_t* equal, int32_t* bad, cudaStream_t stream);
 

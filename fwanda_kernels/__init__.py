@@ -1,24 +1,14 @@
 """Kernels for one-shot pruning: statistics, budgets, selection and weight updates, for any pruner to import."""
 
+from ._checks import bad_message
 from ._dispatch import BackendError, backends, explain, use_backend
 from .allocate import allocate_budgets, allocate_row_budgets, global_row_scales
 from .hooks import LayerStatistics, collect_hessians, collect_statistics
-from .ops import (
-    accumulate_gram_,
-    accumulate_sq_sums_,
-    compress_24,
-    compress_24_cusparselt,
-    foreach_accumulate_sq_sums_,
-    foreach_row_topk_prune_,
-    nm_mask,
-    nm_prune_,
-    obs_factor,
-    obs_prune_,
-    row_topk_mask,
-    row_topk_prune_,
-    select_threshold,
-)
-from .reference import bad_message
+from .ops.obs import accumulate_gram_, obs_factor, obs_prune_
+from .ops.select import foreach_row_topk_prune_, row_topk_mask, row_topk_prune_
+from .ops.sparse24 import compress_24, compress_24_cusparselt, nm_mask, nm_prune_
+from .ops.stats import accumulate_sq_sums_, foreach_accumulate_sq_sums_
+from .ops.threshold import select_threshold
 
 __version__ = "0.1.0"
 

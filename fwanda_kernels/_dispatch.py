@@ -1,4 +1,9 @@
-"""Ordered backends per device: the first that can serve an op serves it."""
+"""Declares ops and sends each call to the first backend that can serve it.
+
+A backend is one module for each device, or for each family of ops; its functions have the names and arguments of the
+ops. It is imported on the first call that could use it. Importing a backend that cannot serve on this machine raises
+ImportError with the reason. A function that returns NotImplemented declines its arguments; the next backend is tried.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +12,89 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
 NAMESPACE = "fwanda"
-BACKENDS = ("native", "triton", "reference")
+MODULES = {"native": ".backends.native_{device}", "triton": ".backends.triton.{family}"}
+BACKENDS = (*MODULES, "reference")
 ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_families: dict[str, str] = {}
 _forced: str | None = None
-_kernels: dict[tuple[str, str, str], Callable | None] = {}
-_failures: dict[tuple[str, str, str], str] = {}
+
+
+@dataclass(frozen=True)
+class Op:
+    """What an op's family file says about it.
+
+    Attributes:
+        family: name of the family file, and of the Triton module that serves the op.
+        reference: plain-torch definition of the op.
+        sample: from the inputs that testing.py makes to small valid arguments of `torch.ops.fwanda.<name>`.
+        prepare: from the arguments of a call to the one argument that backends receive; None hands them on as they are.
+    """
+
+    family: str
+    reference: Callable
+    sample: Callable[[Any], tuple]
+    prepare: Callable | None
+
+
+OPS: dict[str, Op] = {}
 
 
 class BackendError(RuntimeError):
     """The forced backend cannot serve this call."""
 
 
-def define(schema: str, *, family: str, fake: Callable) -> Callable:
-    """Declare one op and return its overload.
+def define(schema: str, *, fake: Callable, sample: Callable, prepare: Callable | None = None) -> Callable:
+    """Decorate the reference of an op: declare the op, and put its overload in the place of the function.
 
     Args:
-        schema: the op's schema in torch's schema language, without namespace.
-        family: the module of every backend that implements it.
-        fake: shape-and-dtype function for tracing.
+        schema: the op in torch's schema language, without a namespace.
+        fake: gives results of the right shape and dtype, for tracing.
+        sample: as in Op.
+        prepare: as in Op; it runs once for a call, before a backend is chosen.
     """
     name = schema.split("(")[0]
-    _families[name] = family
+
+    def declare(reference: Callable) -> Callable:
+        OPS[name] = Op(reference.__module__.rpartition(".")[2], reference, sample, prepare)
+        _library.define(schema)
+        for device, key in (("cpu", "CPU"), ("cuda", "CUDA")):
+            _library.impl(name, _serve(name, device), key)
+        return _with_fake(name, fake)
+
+    return declare
+
+
+def define_composite(schema: str, function: Callable) -> Callable:
+    """Declare an op that calls other ops and returns nothing, opaque to tracing; returns its overload."""
+    name = schema.split("(")[0]
     _library.define(schema)
-    for device, key in (("cpu", "CPU"), ("cuda", "CUDA")):
-        _library.impl(name, _serve(name, device), key)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    return _with_fake(name, lambda *_: None)
+
+
+def _with_fake(name: str, fake: Callable) -> Callable:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def define_composite(schema: str, function: Callable) -> Callable:
-    """Declare an op that returns nothing and is made of others, opaque to tracing; returns its overload."""
-    name = schema.split("(")[0]
-    _library.define(schema)
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_: None, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
 def _serve(name: str, device: str) -> Callable:
-    def run(*args, **kwargs):
-        for backend in _candidates(device):
+    prepare = OPS[name].prepare
+
+    def run(*args):
+        candidates = _candidates(device)
+        if prepare is not None:
+            args = (prepare(*args),)
+        for backend in candidates:
             kernel = _kernel(backend, device, name)
-            result = NotImplemented if kernel is None else kernel(*args, **kwargs)
+            result = kernel(*args) if callable(kernel) else NotImplemented
             if result is not NotImplemented:
                 return result
         raise BackendError(f"{name}: {_refusal(name, device)}")
@@ -69,44 +108,38 @@ def _candidates(device: str) -> tuple[str, ...]:
 
 
 def forced_backend() -> str | None:
-    """The backend that use_backend() or FWANDA_BACKEND asks for, or None."""
+    """Name of the backend that use_backend() or FWANDA_BACKEND asks for, or None."""
     name = _forced or os.environ.get("FWANDA_BACKEND") or None
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r} (use_backend or FWANDA_BACKEND)")
     return name
 
 
-def _kernel(backend: str, device: str, name: str) -> Callable | None:
-    """The backend's function for an op, or None; loaded once, and why not is kept in _failures."""
-    key = (backend, device, name)
-    if key not in _kernels:
-        try:
-            _kernels[key] = _load(backend, device, name)
-        except ImportError as error:
-            _kernels[key], _failures[key] = None, str(error)
-    return _kernels[key]
+@cache
+def _kernel(backend: str, device: str, name: str) -> Callable | str:
+    """A backend's function for an op, or the reason why it has none. Either is looked for once in a process."""
+    try:
+        return _load(backend, device, name)
+    except ImportError as error:
+        return str(error)
 
 
 def _load(backend: str, device: str, name: str) -> Callable:
-    if backend == "native":
-        kernel = importlib.import_module(".native", __package__).load(device).get(name)
-    elif backend == "triton":
-        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ImportError("serves CPU tensors only under TRITON_INTERPRET=1, when forced")
-        if importlib.util.find_spec("triton") is None:
-            raise ImportError("the triton package is not installed")
-        if importlib.util.find_spec(f".triton.{_families[name]}", __package__) is None:
-            raise ImportError("not implemented by this backend")
-        kernel = getattr(importlib.import_module(f".triton.{_families[name]}", __package__), name, None)
-    else:
-        kernel = getattr(importlib.import_module(".reference", __package__), name)
+    if backend == "reference":
+        return OPS[name].reference
+    if backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ImportError("serves CPU tensors only under TRITON_INTERPRET=1, when forced")
+    module = MODULES[backend].format(device=device, family=OPS[name].family)
+    found = importlib.util.find_spec(module, __package__) is not None
+    kernel = getattr(importlib.import_module(module, __package__), name, None) if found else None
     if kernel is None:
         raise ImportError("not implemented by this backend")
     return kernel
 
 
 def _refusal(name: str, device: str) -> str:
-    reasons = [f"{b}: {_failures.get((b, device, name), 'declines these arguments')}" for b in _candidates(device)]
+    found = {backend: _kernel(backend, device, name) for backend in _candidates(device)}
+    reasons = [f"{b}: {'declines these arguments' if callable(kernel) else kernel}" for b, kernel in found.items()]
     return f"no backend serves this call on {device} ({'; '.join(reasons)})"
 
 
@@ -129,27 +162,27 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def backends() -> dict[str, dict[str, list[str]]]:
-    """Which backends can serve each op here, in the order they are tried: {op: {device: [backend, ...]}}.
+    """List the backends that can serve each op here, in the order they are tried: {op: {device: [backend, ...]}}.
 
     Devices that this machine lacks have an empty list.
     """
-    return {name: {device: _usable(name, device) for device in ORDER} for name in _families}
+    return {name: {device: _usable(name, device) for device in ORDER} for name in OPS}
 
 
 def _usable(name: str, device: str) -> list[str]:
     if device == "cuda" and not torch.cuda.is_available():
         return []
-    return [backend for backend in ORDER[device] if _kernel(backend, device, name) is not None]
+    return [backend for backend in ORDER[device] if callable(_kernel(backend, device, name))]
 
 
 def explain(name: str) -> dict[str, dict[str, str]]:
-    """Why each backend does or does not serve an op: {device: {backend: "serves" | "fallback" | reason}}.
+    """Say why each backend does or does not serve an op: {device: {backend: "serves" | "fallback" | reason}}.
 
     Raises:
         ValueError: name is not an op.
     """
-    if name not in _families:
-        raise ValueError(f"explain: op must be one of {', '.join(_families)}, got {name!r}")
+    if name not in OPS:
+        raise ValueError(f"explain: op must be one of {', '.join(OPS)}, got {name!r}")
     table: dict[str, dict[str, str]] = {}
     for device in ORDER:
         usable = _usable(name, device)
@@ -162,4 +195,5 @@ def _status(backend: str, device: str, name: str, usable: list[str]) -> str:
         return "serves" if backend == usable[0] else "fallback"
     if device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device"
-    return "only when forced" if _kernel(backend, device, name) else _failures[(backend, device, name)]
+    kernel = _kernel(backend, device, name)
+    return "only when forced" if callable(kernel) else kernel

@@ -97,6 +97,7 @@ def global_row_scales(
     *,
     row_exponent: float = 0.75,
     layer_exponent: float = 0.5,
+    mean_omega: float | None = None,
 ) -> list[Tensor]:
     """Row scales by which select_threshold() compares rows and matrices: a damped second-order estimate of the loss.
 
@@ -106,6 +107,8 @@ def global_row_scales(
         norms: L vectors [C], finite and >= 0: the norm of each input column, LayerStatistics.norm.
         row_exponent: b, damping across rows.
         layer_exponent: c, damping across matrices.
+        mean_omega: mean of omega over all rows of the model, where the lists hold only a part of it, such as one
+            block; None: the mean over the lists.
 
     Returns:
         L vectors [R] fp32.
@@ -131,9 +134,9 @@ def global_row_scales(
                 f"got {list(weight.shape)}, {list(omega.shape)} and {list(norm.shape)}"
             )
     b, c = row_exponent, layer_exponent
-    mean = torch.cat([omega.double() for omega in omegas]).mean()
-    if not 0 < float(mean) < float("inf"):
-        raise ValueError(f"global_row_scales: the mean of omega must be finite and > 0, got {float(mean)}")
+    mean = float(torch.cat([omega.double() for omega in omegas]).mean()) if mean_omega is None else mean_omega
+    if not 0 < mean < float("inf"):
+        raise ValueError(f"global_row_scales: the mean of omega must be finite and > 0, got {mean}")
     scales = []
     for weight, omega, norm in zip(weights, omegas, norms, strict=True):
         m = _mean_score(weight, norm)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ._dispatch import define_composite
-from .ops import accumulate_gram_, accumulate_sq_sums_, foreach_accumulate_sq_sums_
+from .ops.obs import accumulate_gram_
+from .ops.stats import accumulate_sq_sums_, foreach_accumulate_sq_sums_
 
 _GROUP, _GROUP_BYTES = 8, 1 << 28  # gradients in a launch
 _SUMS = "_fwanda_sums"  # the attribute of a hooked module that holds its sums

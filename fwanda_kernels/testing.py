@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from ._checks import WEIGHT_DTYPES
+from ._dispatch import OPS
 
 
 def make_weight(
@@ -66,39 +68,31 @@ def make_keep(rows: int, cols: int, *, seed: int = 0, device="cpu") -> Tensor:
 
 def sample_arguments(device="cpu", dtype: torch.dtype = torch.float32) -> dict[str, tuple]:
     """Small valid arguments for each op `torch.ops.fwanda.<name>`, for opcheck and tracing: {name: arguments}."""
+    return {name: op.sample(_inputs(device, dtype)) for name, op in OPS.items()}
+
+
+def _inputs(device, dtype: torch.dtype) -> SimpleNamespace:
+    """New tensors, from which the family files take the sample arguments of their ops."""
     rows, cols, tokens = 6, 16, 24
-    weight, scale = make_weight(rows, cols, dtype, device=device), make_scale(cols, device=device)
-    keep = make_keep(rows, cols, device=device)
-    x = make_weight(tokens, cols, dtype, seed=3, device=device)
-    mask = torch.arange(tokens, device=device) % 5 != 0
-    hessian = x.float().T @ x.float() + torch.eye(cols, device=device)
-    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
-    row_scale = torch.ones(rows, device=device)
-    return {
-        "accumulate_sq_sums_": (torch.zeros(cols, device=device), x, mask),
-        "foreach_accumulate_sq_sums_": (
-            [torch.zeros(cols, device=device), torch.zeros(cols, device=device)],
-            [x, -x],
-            mask,
-        ),
-        "accumulate_gram_": (torch.zeros(cols, cols, device=device), x, mask),
-        "row_topk_mask": (weight, scale, keep, flag),
-        "row_topk_prune_": (weight, scale, keep, flag),
-        "foreach_row_topk_prune_": (
-            [weight, weight * 2],
-            [scale, scale],
-            [keep, keep],
-            torch.zeros(2, dtype=torch.int32, device=device),
-        ),
-        "compress_24": (make_weight(32, 64, half, device=device), make_scale(64, device=device), flag),
-        "nm_mask": (weight, scale, 2, 4, flag),
-        "nm_prune_": (weight, scale, 2, 4, flag),
-        "select_threshold": ([weight, weight * 2], [row_scale, row_scale], [scale, scale], rows * cols, flag),
-        "obs_factor": (hessian, 0.01),
-        "obs_prune_": (weight, None, factor, "0.5", None, None, None, row_scale, 8, 0.01),
-    }
+    x = make_weight(tokens, cols, dtype, seed=3, device=device)
+    hessian = x.float().T @ x.float() + torch.eye(cols, device=device)
+    return SimpleNamespace(
+        rows=rows,
+        cols=cols,
+        weight=make_weight(rows, cols, dtype, device=device),
+        half_weight=lambda rows, cols: make_weight(rows, cols, half, device=device),
+        scale=make_scale(cols, device=device),
+        scale_of=lambda cols: make_scale(cols, device=device),
+        row_scale=torch.ones(rows, device=device),
+        keep=make_keep(rows, cols, device=device),
+        x=x,
+        token_mask=torch.arange(tokens, device=device) % 5 != 0,
+        hessian=hessian,
+        factor=torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True),
+        zeros=lambda *shape: torch.zeros(shape, device=device),
+        bad=lambda size: torch.zeros(size, dtype=torch.int32, device=device),
+    )
 
 
 def assert_masks_equal(actual: Tensor, expected: Tensor) -> None:

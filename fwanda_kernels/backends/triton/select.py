@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._checks import new_flag, raise_if_bad
 from .common import (
     BAD_KEEP,
     BAD_WEIGHT,
@@ -19,15 +20,10 @@ from .common import (
     flag,
     flag_scale,
     magnitude_bits,
-    new_flag,
     on_device,
-    raise_if_bad,
     score_key,
     serves,
 )
-from .threshold import select_threshold
-
-__all__ = ["foreach_row_topk_prune_", "row_topk_mask", "row_topk_prune_", "select_threshold"]
 
 # up to so many columns: A, B, num_warps, most registers a thread (without spills); columns beyond A + B are re-read
 PARTS = (
@@ -205,10 +201,10 @@ def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | Non
     if not serves(weight):
         return NotImplemented
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-    found = new_flag(weight) if bad is None else bad
-    _launch(weight, scale.contiguous(), keep.contiguous(), mask.view(torch.uint8), found, prune=False)
+    codes = new_flag(weight) if bad is None else bad
+    _launch(weight, scale.contiguous(), keep.contiguous(), mask.view(torch.uint8), codes, prune=False)
     if bad is None:
-        raise_if_bad("row_topk_mask", found)
+        raise_if_bad("row_topk_mask", codes)
     return mask
 
 
@@ -234,7 +230,7 @@ def foreach_row_topk_prune_(
     if bad is None:
         for i, matrix in enumerate(lists):
             check_values(f"foreach_row_topk_prune_ at index {i}", *matrix)
-        bad = torch.zeros(len(lists), dtype=torch.int32, device=weights[0].device)
+        bad = new_flag(weights[0], len(lists))
     for i, (weight, scale, keep) in enumerate(lists):
         _launch(weight, scale, keep, weight, bad[i : i + 1], prune=True)
     return None

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..._checks import new_flag, raise_if_bad
 from .common import (
     BAD_WEIGHT,
     INFINITE_BITS,
@@ -18,9 +19,7 @@ from .common import (
     flag,
     flag_scale,
     magnitude_bits,
-    new_flag,
     on_device,
-    raise_if_bad,
     score_key,
     serves,
 )
@@ -87,10 +86,10 @@ def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -
     if not serves(weight) or m > MAX_GROUP:
         return NotImplemented
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-    found = new_flag(weight) if bad is None else bad
-    _launch(weight, scale.contiguous(), mask.view(torch.uint8), n, m, found, prune=False)
+    codes = new_flag(weight) if bad is None else bad
+    _launch(weight, scale.contiguous(), mask.view(torch.uint8), n, m, codes, prune=False)
     if bad is None:
-        raise_if_bad("nm_mask", found)
+        raise_if_bad("nm_mask", codes)
     return mask
 
 
@@ -160,12 +159,12 @@ def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tens
     rows, cols = weight.shape
     values = torch.empty(rows, cols // 2, dtype=weight.dtype, device=weight.device)
     meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
-    found = new_flag(weight) if bad is None else bad
+    codes = new_flag(weight) if bad is None else bad
     with on_device(weight):
         _compress_24_kernel[(rows // 32 * triton.cdiv(cols, PACK_C),)](
-            weight, scale.contiguous(), values, meta, found, rows, cols, *weight.stride(),
+            weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
             BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     if bad is None:
-        raise_if_bad("compress_24", found)
+        raise_if_bad("compress_24", codes)
     return values, meta

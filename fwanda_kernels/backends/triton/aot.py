@@ -77,16 +77,16 @@ def _obs_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
     for digit in range(3):
         types = ["*fp32", "*fp32", "*fp32", "*i32", *["i32"] * 5]
         yield f"count digit={digit}", obs._count_kernel, types, tile | {"DIGIT": digit, "BLOCK_R": obs.COUNT_R}, options
-    options = {"num_warps": obs.SWEEP_WARPS}
-    for choice, chosen, group in (
+    options = {"num_warps": obs.WALK_WARPS}
+    for rule, chosen, group in (
         ("sparsity", "*u8", 0),
         ("mask", "*u8", 0),
         ("keep", "*i64", 128),
         ("pattern", "*u8", 4),
     ):
         types = ["*fp32", weight, *["*fp32"] * 4, chosen, "*i32", *["i32"] * 5, "i32", *strides, *strides]
-        constants = tile | {"CHOICE": choice, "GROUP": group, "BLOCK_R": obs.SWEEP_R}
-        yield f"sweep {choice}", obs._sweep_kernel, types, constants, options
+        constants = tile | {"RULE": rule, "GROUP": group, "BLOCK_R": obs.WALK_R}
+        yield f"walk {rule}", obs._walk_kernel, types, constants, options
 
 
 def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:

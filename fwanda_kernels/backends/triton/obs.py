@@ -1,7 +1,7 @@
 """OBS: the Gram matrix from its upper triangle, and the pruning of a block with a tile of its rows in registers.
 
-Convention: that of _obs.py. A key is the bits of the score w^2 * (weighting_c * row_weight_r); the k-th lowest of a
-block is found digit by digit in three histograms.
+Convention: that of walk() in _obs.py. A key is the bits of the score w^2 * (weighting_c * row_weight_r). The k-th
+lowest key of a block is found digit by digit in three histograms.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._obs import MAX_BLOCK, Sweep, sweep
-from ..reference import columns_of_block
+from ..._obs import MAX_BLOCK, Block, ObsCall, walk
 from .common import on_device, serves
 
 GRAM_R, GRAM_T, GRAM_BAND, GRAM_WARPS = 128, 64, 8, 8
 
-SWEEP_R, SWEEP_WARPS = 16, 4
+WALK_R, WALK_WARPS = 16, 4
 COUNT_R, COUNT_WARPS = 32, 4
 # three digits of a key, from the top; the first histogram has copies, as most scores share few exponents
 FIRST_BINS, LATER_BINS, LATER_BITS, COPIES = tl.constexpr(2048), tl.constexpr(1024), tl.constexpr(10), tl.constexpr(8)
@@ -205,15 +204,15 @@ def _lowest_of_rows(key, n, first, GROUP: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def _sweep_kernel(
+def _walk_kernel(
     work, weight, factor, weighting, row_weight, errors, chosen, counts, rows, cols, start, end, dropped,
     stride, stride_r, stride_c, chosen_stride_r, chosen_stride_c,
-    CHOICE: tl.constexpr, GROUP: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    RULE: tl.constexpr, GROUP: tl.constexpr, ROW_WEIGHT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Prune columns [start, end) of BLOCK_R rows and hand their errors on.
 
-    chosen: for CHOICE "mask" the mask [R, C], for "keep" keep [R]. GROUP: columns of an n:m group, from each of which
+    chosen: the mask [R, C] for RULE "mask", keep [R] for "keep". GROUP: columns of an n:m group, from each of which
     `dropped` go; for "keep" the whole block.
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -222,20 +221,20 @@ def _sweep_kernel(
     w, inside = _load_tile(work, r, c, rows, stride, end)
     n = tl.zeros((BLOCK_R,), tl.int32) + dropped
     drop = inside & (r < 0)[:, None]
-    if CHOICE == "sparsity":
+    if RULE == "sparsity":
         key = _keys(w, weighting, row_weight, r, c, rows, end, ROW_WEIGHT)
         drop = _lowest(key, inside, work, weighting, row_weight, counts, rows, stride, start, end,
                        ROW_WEIGHT, BLOCK_R, BLOCK_C)  # fmt: skip
-    if CHOICE == "mask":
+    if RULE == "mask":
         place = chosen + r[:, None].to(tl.int64) * chosen_stride_r + c[None, :].to(tl.int64) * chosen_stride_c
         drop = tl.load(place, mask=inside, other=1) == 0
-    if CHOICE == "keep":
+    if RULE == "keep":
         pruned = cols - tl.load(chosen + r, mask=r < rows, other=0)
         n = (pruned * end // cols - pruned * start // cols).to(tl.int32)
     upper = factor + (tl.zeros((), tl.int64) + start) * (cols + 1)
     for column in range(0, end - start):
-        if CHOICE == "pattern" or CHOICE == "keep":
-            if (column % GROUP == 0) & ((column + GROUP <= end - start) | (CHOICE == "keep")):
+        if RULE == "pattern" or RULE == "keep":
+            if (column % GROUP == 0) & ((column + GROUP <= end - start) | (RULE == "keep")):
                 key = _keys(w, weighting, row_weight, r, c, rows, end, ROW_WEIGHT)
                 key = tl.where((c < end)[None, :], key, 0x7FFFFFFF)
                 drop = drop | _lowest_of_rows(key, n, column, GROUP, BLOCK_C)
@@ -251,37 +250,28 @@ def _sweep_kernel(
     tl.store(place, tl.where(drop, 0.0, w).to(weight.dtype.element_ty), mask=inside)
 
 
-def _prune(state: Sweep, a: int, b: int, dropped: int, errors: Tensor, counts: Tensor) -> None:
-    rows, cols = state.weight.shape
-    stride = state.work.stride(0)
-    tile = {"ROW_WEIGHT": state.row_weight is not None, "BLOCK_C": max(16, triton.next_power_of_2(b - a))}
-    with on_device(state.weight):
-        for digit in range(3 if state.choice == "sparsity" else 0):
+def _prune_block(call: ObsCall, work: Tensor, weighting: Tensor, block: Block, errors: Tensor, counts: Tensor) -> None:
+    rows, cols = call.weight.shape
+    stride = work.stride(0)
+    columns = triton.next_power_of_2(block.end - block.start)
+    tile = {"ROW_WEIGHT": call.row_weight is not None, "BLOCK_C": max(16, columns)}
+    with on_device(call.weight):
+        for digit in range(3 if call.rule == "sparsity" else 0):
             _count_kernel[(triton.cdiv(rows, COUNT_R),)](
-                state.work, state.weighting, state.row_weight, counts, rows, stride, a, b, dropped,
+                work, weighting, call.row_weight, counts, rows, stride, *block,
                 DIGIT=digit, BLOCK_R=COUNT_R, num_warps=COUNT_WARPS, enable_fp_fusion=False, **tile,
             )  # fmt: skip
-        _sweep_kernel[(triton.cdiv(rows, SWEEP_R),)](
-            state.work, state.weight, state.factor, state.weighting, state.row_weight, errors, state.chosen, counts,
-            rows, cols, a, b, dropped, stride, *state.weight.stride(),
-            *(state.chosen.stride() if state.choice == "mask" else (0, 0)),
-            CHOICE=state.choice, GROUP=state.group or tile["BLOCK_C"], BLOCK_R=SWEEP_R,
-            num_warps=SWEEP_WARPS, enable_fp_fusion=False, **tile,
+        _walk_kernel[(triton.cdiv(rows, WALK_R),)](
+            work, call.weight, call.factor, weighting, call.row_weight, errors, call.chosen, counts,
+            rows, cols, *block, stride, *call.weight.stride(),
+            *(call.chosen.stride() if call.rule == "mask" else (0, 0)),
+            RULE=call.rule, GROUP=call.group or tile["BLOCK_C"], BLOCK_R=WALK_R,
+            num_warps=WALK_WARPS, enable_fp_fusion=False, **tile,
         )  # fmt: skip
 
 
-def obs_prune_(
-    weight: Tensor,
-    hessian: Tensor | None,
-    factor: Tensor | None,
-    sparsity: str | None,
-    keep: Tensor | None,
-    mask: Tensor | None,
-    pattern: list[int] | None,
-    row_weight: Tensor | None,
-    block: int,
-    damping: float,
-) -> None:
-    if not serves(weight) or columns_of_block(weight.shape[1], block, pattern) > MAX_BLOCK:
+def obs_prune_(call: ObsCall) -> None:
+    if not serves(call.weight) or call.blocks[0].end > MAX_BLOCK:
         return NotImplemented
-    return sweep(_prune, COUNTERS, weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping)
+    walk(call, _prune_block, COUNTERS)
+    return None

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import _keep_last_ties
+from ..._checks import new_flag, raise_if_bad
+from ..._ties import keep_last_ties
 from .common import (
     BAD_WEIGHT,
     INFINITE_BITS,
@@ -26,9 +27,7 @@ from .common import (
     flag,
     flag_scale,
     in_vectors,
-    new_flag,
     on_device,
-    raise_if_bad,
     serves,
 )
 
@@ -186,17 +185,17 @@ def select_threshold(
 ) -> Tensor:
     if not all(serves(w) for w in weights):
         return NotImplemented
-    found = new_flag(weights[0]) if bad is None else bad
+    codes = new_flag(weights[0]) if bad is None else bad
     row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
     with on_device(weights[0]):
-        keep = _select(weights, row_scales, col_scales, total, found)
+        keep = _select(weights, row_scales, col_scales, total, codes)
     if bad is None:
-        raise_if_bad("select_threshold", found)
+        raise_if_bad("select_threshold", codes)
     return keep
 
 
 def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor):
-    """Counts per row; total 0 is found as 1 and emptied, so that the values are checked all the same."""
+    """Counts per row. The kernels search for total 1 where it is 0, so that they check the values all the same."""
     device, size = weights[0].device, sum(w.numel() for w in weights)
     all_rows = sum(w.shape[0] for w in weights)
     groups, tiles = _tiles_by_dtype(weights)
@@ -221,7 +220,7 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
         count(final=False)
         _narrow(state, histogram, above, inside, max(total, 1))
     count(final=True)
-    keep = _keep_last_ties(above.long(), inside.long(), max(total, 1) - above.sum())
+    keep = keep_last_ties(above.long(), inside.long(), max(total, 1) - above.sum())
     return keep if total else torch.zeros_like(keep)
 
 

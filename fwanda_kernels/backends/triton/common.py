@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import bad_message
+from ... import _checks
 
 INFINITE_BITS = tl.constexpr(0x7F800000)
-BAD_WEIGHT = tl.constexpr(1)
-BAD_SCALE = tl.constexpr(2)
-BAD_KEEP = tl.constexpr(4)
+BAD_WEIGHT = tl.constexpr(_checks.BAD_WEIGHT)
+BAD_SCALE = tl.constexpr(_checks.BAD_SCALE)
+BAD_KEEP = tl.constexpr(_checks.BAD_KEEP)
 
 
 @triton.jit
@@ -75,27 +75,16 @@ def _check_kernel(weight, scale, keep, bad, rows, cols, stride_r, stride_c, KEEP
 
 
 def check_values(op: str, weight: Tensor, scale: Tensor, keep: Tensor | None = None) -> None:
-    """Raise ValueError if a value does not fit; waits for the device. One more read of the weight."""
+    """Raise ValueError if a value does not fit; waits for the device, and reads the weight once more."""
     rows, cols = weight.shape
-    bad = new_flag(weight)
+    bad = _checks.new_flag(weight)
     block = min(4096, max(128, triton.next_power_of_2(cols)))
     with on_device(weight):
         _check_kernel[(rows,)](
             weight, scale, keep, bad, rows, cols, *weight.stride(),
             KEEP=keep is not None, BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    raise_if_bad(op, bad)
-
-
-def new_flag(like: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=like.device)
-
-
-def raise_if_bad(op: str, bad: Tensor) -> None:
-    """Wait for the device and raise ValueError if a code was flagged."""
-    code = int(bad)
-    if code:
-        raise ValueError(bad_message(op, code))
+    _checks.raise_if_bad(op, bad)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager:

@@ -1,0 +1,32 @@
+"""The fast backends. Each module has functions with the names and arguments of the ops it serves.
+
+native_cpu and native_cuda wrap the libraries that `python -m fwanda_kernels --build` compiles from csrc/; triton/ has a
+module for each family of ops. _dispatch.py imports a module on the first call that could use it. A module that cannot
+serve on this machine raises ImportError with the reason; a function returns NotImplemented for arguments it declines.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._build import find_library
+
+
+def load_library(device: str, symbols: tuple[str, ...]) -> None:
+    """Load the compiled library for "cpu" or "cuda" into `torch.ops.fwanda_C`. Nothing is compiled here.
+
+    Args:
+        symbols: the ops of `torch.ops.fwanda_C` that the caller needs.
+
+    Raises:
+        ImportError: the library is not built, cannot be loaded, or lacks a symbol; the message says what to do.
+    """
+    path = find_library(device)
+    if path is None:
+        raise ImportError(f"not built; run python -m fwanda_kernels --build {device}")
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise ImportError(f"{path.name} cannot be loaded: {error}") from error
+    if not all(hasattr(torch.ops.fwanda_C, symbol) for symbol in symbols):
+        raise ImportError(f"{path.name} is of another version; run python -m fwanda_kernels --build {device}")
