@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import fwanda_pruner
+from fwanda_pruner.config import METHODS
 from fwanda_pruner.model.targets import find_targets
 
 VOCABULARY = 64
@@ -229,9 +230,15 @@ def tokens(samples: int, length: int, seed: int = 0) -> torch.Tensor:
 
 TEXT = tokens(6, 24).clamp(min=9)  # the ids below stand for images in the multimodal models
 
-# Runs of every family
+# Runs
 
-RUNS = [
+EVERY_RUN = [  # (method, allocation, order)
+    (method, allocation, order)
+    for method, facts in METHODS.items()
+    for allocation in facts.allocations
+    for order in (("onepass",) if method == "magnitude" else ("onepass", "sequential"))
+]
+RUNS = [  # of each family
     {"method": "fwanda", "allocation": "global", "order": "onepass"},
     {"method": "wanda", "order": "sequential"},
     {"method": "sparsegpt", "order": "sequential"},
