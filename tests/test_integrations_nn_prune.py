@@ -5,14 +5,16 @@ import warnings
 from fractions import Fraction
 
 import pytest
+import tiny
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import fwanda_kernels as fk
+import fwanda_pruner
 from fwanda_kernels.testing import assert_masks_equal
 from fwanda_pruner import UserError
-from fwanda_pruner.allocate.budgets import OMEGA_FLOOR, keep_budgets
+from fwanda_pruner.allocate.budgets import OMEGA_FLOOR
 from fwanda_pruner.config import PruneConfig
 from fwanda_pruner.integrations.nn_prune import (
     WandaUnstructured,
@@ -20,8 +22,6 @@ from fwanda_pruner.integrations.nn_prune import (
     global_fwanda_unstructured,
     wanda_unstructured,
 )
-from fwanda_pruner.measure.statistics import Statistics
-from fwanda_pruner.model.targets import Target
 
 
 def measured(*, dead=0, backward=True, dtype=torch.float32):
@@ -139,15 +139,26 @@ def test_fwanda_refuses_rows_that_have_different_numbers_left():
 
 
 def test_the_global_masks_are_those_of_the_pruner():
-    model, statistics = measured()
-    targets = [Target("0", 0, model[0]), Target("2", 1, model[2])]
-    sums = {kind: {t.name: getattr(statistics[t.module, "weight"], kind) for t in targets} for kind in ("x2", "g2")}
-    config = PruneConfig(method="fwanda", allocation="global", sparsity="0.45")
-    expected = keep_budgets(config, targets, Statistics(**sums, n_tokens={"0": 64, "2": 64}))
-    global_fwanda_unstructured(statistics, statistics, amount=0.45)
-    for target in targets:
-        assert torch.equal((target.module.weight_mask != 0).sum(1), expected[target.name])
-    assert sum(int(zeros(t.module).sum()) for t in targets) == (240 + 120) * 45 // 100
+    ours, theirs = tiny.llama(), tiny.llama()
+    statistics = fwanda_pruner.collect(
+        theirs, config=PruneConfig(method="fwanda"), calibration=tiny.tokens(16, 24), progress=False
+    )
+    modules = {name: ours.get_submodule(name) for name in statistics.x2}
+    layers = {(module, "weight"): statistics.layer(name) for name, module in modules.items()}
+    global_fwanda_unstructured(layers, layers, amount=0.45)
+    fwanda_pruner.prune(
+        theirs,
+        method="fwanda",
+        allocation="global",
+        sparsity=0.45,
+        statistics=statistics,
+        no_check=True,
+        progress=False,
+    )
+    for name, module in modules.items():
+        assert_masks_equal(module.weight_mask != 0, theirs.get_submodule(name).weight != 0)
+    size = sum(module.weight.numel() for module in modules.values())
+    assert sum(int(zeros(module).sum()) for module in modules.values()) == size * 45 // 100
 
 
 @pytest.mark.parametrize("dead", [0, 11])
