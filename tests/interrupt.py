@@ -1,30 +1,30 @@
-"""A real Ctrl-C at a known moment: while a run waits for its text."""
+"""A real Ctrl-C at a known moment: while a command waits for its text."""
 
 import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def interrupted_while_reading(pipe: Path, text: str, started: Callable[[], bool]) -> Iterator[None]:
+def interrupted_while_reading(pipe: Path, text: str, runs: Callable[[], bool]) -> Iterator[None]:
     """The first reader of a new named pipe gets the text; the next one gets SIGINT while it waits.
 
     Args:
-        pipe: path of the pipe. A command reads its texts once to check them, and again when it runs.
+        pipe: path of the pipe. A command reads a text once to check it, and again when it runs.
         text: what the check reads.
-        started: whether the command runs.
+        runs: whether the command is past the check.
     """
     os.mkfifo(pipe)
     done = threading.Event()
 
     def serve() -> None:
         pipe.write_text(text)
-        while not started():
-            time.sleep(0.01)
+        while not runs():
+            if done.wait(0.01):
+                return
         with pipe.open("w"):  # returns when the command reads again
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             done.wait()
