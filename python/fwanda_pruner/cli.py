@@ -314,7 +314,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
 
 def _print_plan(model, config: PruneConfig) -> None:
     from .allocate.budgets import keep_total
-    from .methods.prune import asked
+    from .methods.block_loop import asked
     from .model.targets import find_blocks
     from .run.pipeline import plan
 

@@ -15,11 +15,13 @@ import fwanda_kernels as fk
 
 from ..allocate.choose import Choice
 from ..config import PruneConfig, settings_of
+from ..engine.accumulate import fingerprint
+from ..engine.resident import ResidentEngine
 from ..errors import UserError
 from ..evaluate.perplexity import check_dense
 from ..evaluate.tasks import BATCH_SIZE, check_tasks, evaluate_tasks
 from ..formats.files import atomic_file, user_errors
-from ..measure.statistics import Statistics, fingerprint
+from ..measure.statistics import Statistics
 from ..model.targets import find_targets
 from ..run.pipeline import collect, evaluate_model, run_prune
 from ..text.sources import file_sha256
@@ -97,7 +99,9 @@ def run(
     targets = find_targets(model)[0]
     names = {name for config in recipe.cells for name in (config.calibration, config.eval)}
     texts = {name: file_sha256(name) for name in names}
-    sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(targets), texts, progress)
+    sweep = _Sweep(
+        model, tokenizer, recipe, folder, tasks, fingerprint(ResidentEngine(model, targets)), texts, progress
+    )
     dense_weights = {target.name: target.weight.to("cpu", copy=True) for target in targets}
     cells, shared = {}, _Shared()
     for number, config in enumerate(sorted(recipe.cells, key=_calibration), 1):
@@ -144,17 +148,17 @@ def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict
     if shares and shared.calibration != _calibration(config):
         shared.statistics = collect(sweep.model, sweep.tokenizer, config=config, progress=sweep.progress)
         shared.calibration = _calibration(config)
-    same_masks = replace(config, method="fwanda", order="onepass")  # for equal ones, equal choices
-    known = shares and config.responds
+    searches = shares and config.responds
+    same_masks = replace(config, method="fwanda", order="onepass") if searches else None  # equal ones choose the same
     report, choice = run_prune(
         sweep.model,
         sweep.tokenizer,
         config=replace(config, eval=None),
         statistics=shared.statistics if shares else None,
         progress=sweep.progress,
-        choice=shared.choices.get(same_masks) if known else None,
+        choice=shared.choices.get(same_masks),
     )
-    if known:
+    if searches:
         shared.choices[same_masks] = choice
     report = report.to_dict() | {"config": report.config | {"eval": config.eval}}
     return {"report": report, **_measured(sweep, config), "shared": shares}
