@@ -147,10 +147,10 @@ def perplexity(model: nn.Module, tokens: Tensor) -> float:
 # Magnitude and Wanda
 
 
-def lowest(scores: Tensor, count: int) -> Tensor:
-    """True at the `count` lowest of each row of [R, C], the lowest column first among ties."""
-    order = torch.sort(scores, dim=1, stable=True).indices[:, :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
+def lowest(scores: Tensor, count: int | Tensor) -> Tensor:
+    """True at the `count` (a number, or [R]) lowest of each row of [R, C], the lowest column first among ties."""
+    ranks = torch.sort(scores, dim=1, stable=True).indices.argsort(dim=1)
+    return ranks < torch.as_tensor(count).view(-1, 1)
 
 
 def wanda_scores(weight: Tensor, x2: Tensor) -> Tensor:
