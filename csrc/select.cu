@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(1024) _row_topk_kernel(const __grid_constant__
   }
   if (r == 0)
     for (int c = int(threadIdx.x); c < m.cols; c += int(blockDim.x))
-      if (bad_scale(m.scale[c])) atomicOr(m.bad, kBadScale);
+      if (!(m.scale[c] >= 0.f && m.scale[c] <= kLargest)) atomicOr(m.bad, kBadScale);
   __syncthreads();
   if (!ALIGNED) {
     for (int c = int(threadIdx.x); c < x.cols; c += int(blockDim.x)) x.row[c] = static_cast<const Bits*>(shared.weight)[c];
