@@ -1,8 +1,8 @@
-"""How many weights each row keeps: uniform, per layer, by Fisher information per layer, or over the whole model."""
+"""How many weights each row keeps: uniform, per matrix, by Fisher information per matrix, or over the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -15,11 +15,37 @@ import fwanda_kernels as fk
 from ..config import PruneConfig
 from ..errors import UserError
 
-if TYPE_CHECKING:  # they bring transformers, which the adapters of torch do without
+if TYPE_CHECKING:  # they import transformers, which the adapters for plain torch do without
+    from ..engine.resident import ResidentEngine
     from ..measure.statistics import Statistics
-    from ..model.targets import Target
 
 OMEGA_FLOOR = 1e-8
+
+
+@dataclass(frozen=True)
+class ScoreScales:
+    """Multipliers that make the scores |W_ij| * norm_j of all matrices comparable: rows_i * columns_j.
+
+    Attributes:
+        rows: name -> [R] fp32.
+        columns: name -> [C] fp32. Unlike the rows, they also decide inside a row.
+    """
+
+    rows: dict[str, Tensor]
+    columns: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by unique names."""
+        return {f"{kind}.{name}": t for kind in ("rows", "columns") for name, t in getattr(self, kind).items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> ScoreScales:
+        """The inverse of tensors(), on a device."""
+        parts: dict[str, dict[str, Tensor]] = {"rows": {}, "columns": {}}
+        for key, tensor in tensors.items():
+            kind, name = key.split(".", 1)
+            parts[kind][name] = tensor.to(device)
+        return cls(**parts)
 
 
 def keep_total(size: int, removed: Fraction) -> int:
@@ -28,164 +54,181 @@ def keep_total(size: int, removed: Fraction) -> int:
 
 
 def floored_omega(layer: fk.LayerStatistics) -> Tensor:
-    """[R] fp64 omega, not below OMEGA_FLOOR."""
+    """[R] fp64 omega, raised to OMEGA_FLOOR where it is lower."""
     return layer.omega.clamp(min=OMEGA_FLOOR)
 
 
-def count_floored_rows(statistics: Statistics, targets: list[Target]) -> int:
-    """How many rows met OMEGA_FLOOR over all targets."""
-    return sum(int((statistics.layer(t.name).omega < OMEGA_FLOOR).sum()) for t in targets)
+def count_floored_rows(statistics: Statistics) -> int:
+    """Rows of all matrices whose omega is below OMEGA_FLOOR."""
+    return sum(int((statistics.layer(name).omega < OMEGA_FLOOR).sum()) for name in statistics.g2)
 
 
-def keep_budgets(config: PruneConfig, targets: list[Target], statistics: Statistics | None) -> dict[str, Tensor]:
+def keep_budgets(
+    config: PruneConfig, engine: ResidentEngine, statistics: Statistics | None, scales: ScoreScales | None = None
+) -> dict[str, Tensor]:
     """Weights kept in each row, for an unstructured pattern.
 
     Args:
         config: resolved; its allocation decides.
-        targets: from find_targets().
+        engine: of the dense model.
         statistics: of the dense model; needed by "row" and "global" only.
+        scales: multipliers that the search of "response" has found. They decide in place of the allocation.
 
     Returns:
-        name -> [R] int64, on the weight's device.
+        name -> [R] int64, on the engine's device.
 
     Raises:
-        UserError: the sparsity leaves less than one weight a row for the "row" allocation.
+        UserError: the "row" allocation would keep less than one weight a row, or the Fisher information is 0
+            everywhere.
     """
-    rules = {"layer": _layer, "uniform": _uniform, "row": _row, "global": _global}
-    if config.allocation not in rules:
+    if scales is not None:
+        return threshold_budgets(config, engine, statistics, scales)
+    if config.allocation not in ALLOCATIONS:
         raise UserError(f"allocation {config.allocation} measures the pruned model: only fwanda_pruner.prune() does it")
-    return rules[config.allocation](config, targets, statistics)
+    return ALLOCATIONS[config.allocation](config, engine, statistics)
 
 
-def _uniform(config: PruneConfig, targets: list[Target], _statistics) -> dict[str, Tensor]:
-    return {t.name: _equal_rows(t.weight, config.removed) for t in targets}
+def _uniform(config: PruneConfig, engine: ResidentEngine, _statistics) -> dict[str, Tensor]:
+    """Every row keeps the same share."""
+    return {t.name: _equal_rows(t.shape, config.removed, engine.device) for t in engine.targets}
 
 
-def _equal_rows(weight: Tensor, removed: Fraction) -> Tensor:
-    rows, cols = weight.shape
-    return torch.full((rows,), keep_total(cols, removed), device=weight.device)
+def _equal_rows(shape: Sequence[int], removed: Fraction, device: torch.device) -> Tensor:
+    rows, cols = shape
+    return torch.full((rows,), keep_total(cols, removed), device=device)
 
 
-def _layer(config: PruneConfig, targets: list[Target], _statistics) -> dict[str, Tensor]:
+def _layer(config: PruneConfig, engine: ResidentEngine, _statistics) -> dict[str, Tensor]:
     """Magnitude: one threshold per matrix."""
     budgets = {}
-    for target in targets:
-        weight = target.weight
-        rows, cols = (torch.ones(size, device=weight.device) for size in weight.shape)
-        total = keep_total(weight.numel(), config.removed)
-        budgets[target.name] = fk.select_threshold([weight], [rows], [cols], total)[0]
+    for index in range(engine.block_count):
+        with engine.block(index) as block:
+            for name, weight in block.weights.items():
+                rows, cols = (torch.ones(size, device=weight.device) for size in weight.shape)
+                total = keep_total(weight.numel(), config.removed)
+                budgets[name] = fk.select_threshold([weight], [rows], [cols], total)[0]
     return budgets
 
 
-def _row(config: PruneConfig, targets: list[Target], statistics: Statistics) -> dict[str, Tensor]:
-    """The paper's rule: k_i proportional to omega_i^p inside each matrix, at least 1."""
-    shapes = [t.weight.shape for t in targets]
-    totals = [keep_total(rows * cols, config.removed) for rows, cols in shapes]
-    for target, (rows, cols), total in zip(targets, shapes, totals, strict=True):
+def _row(config: PruneConfig, engine: ResidentEngine, statistics: Statistics) -> dict[str, Tensor]:
+    """The published rule: k_i proportional to omega_i^p inside each matrix, at least 1 (the paper, equation 3)."""
+    targets = engine.targets
+    totals = [keep_total(rows * cols, config.removed) for rows, cols in (t.shape for t in targets)]
+    for target, total in zip(targets, totals, strict=True):
+        rows, cols = target.shape
         if total < rows:
             raise UserError(
                 f"--sparsity {config.sparsity} keeps {total} weights of {target.name} [{rows}, {cols}], but "
                 f"--allocation row keeps at least one a row; choose a lower sparsity or --allocation global"
             )
     signals = [floored_omega(statistics.layer(t.name)) ** config.power for t in targets]
-    budgets = fk.allocate_budgets(signals, totals, k_min=1, k_max=[cols for _, cols in shapes])
+    budgets = fk.allocate_budgets(signals, totals, k_min=1, k_max=[t.shape[1] for t in targets])
     return {t.name: k for t, k in zip(targets, budgets, strict=True)}
 
 
-def _global(config: PruneConfig, targets: list[Target], statistics: Statistics) -> dict[str, Tensor]:
-    return threshold_budgets(config, targets, statistics, global_factors(config, targets, statistics))
+def _global(config: PruneConfig, engine: ResidentEngine, statistics: Statistics) -> dict[str, Tensor]:
+    """One threshold over the model, on scores scaled by the damped estimate of the loss."""
+    return threshold_budgets(config, engine, statistics, global_scales(config, engine, statistics))
 
 
-@dataclass(frozen=True)
-class Factors:
-    """What makes the scores |W_ij| * norm_j of many matrices comparable: rows_i * columns_j.
-
-    Attributes:
-        rows: name -> [R] fp32.
-        columns: name -> [C] fp32; they also decide inside a row.
-    """
-
-    rows: dict[str, Tensor]
-    columns: dict[str, Tensor]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by unique names."""
-        return {f"{k}.{name}": t for k in ("rows", "columns") for name, t in getattr(self, k).items()}
-
-    @classmethod
-    def of_tensors(cls, tensors: dict[str, Tensor], device: torch.device) -> Factors:
-        """The inverse of tensors(), on a device."""
-        found: dict[str, dict[str, Tensor]] = {"rows": {}, "columns": {}}
-        for key, tensor in tensors.items():
-            kind, name = key.split(".", 1)
-            found[kind][name] = tensor.to(device)
-        return cls(**found)
+ALLOCATIONS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "layer": _layer,
+    "uniform": _uniform,
+    "row": _row,
+    "global": _global,
+}
 
 
-def global_factors(config: PruneConfig, targets: Sequence[Target], statistics: Statistics) -> Factors:
-    """Those of the damped second-order estimate of the loss; 1 for a matrix that saw no token.
+def global_scales(config: PruneConfig, engine: ResidentEngine, statistics: Statistics) -> ScoreScales:
+    """Row scales of the global allocation; 1 for columns, and for a matrix that no token reached.
 
     Raises:
         UserError: the Fisher information is 0 everywhere.
     """
-    rows = _row_scales(config, [t.weight for t in targets], [statistics.layer(t.name) for t in targets])
-    columns = {t.name: torch.ones(t.weight.shape[1], device=t.weight.device) for t in targets}
-    return Factors(dict(zip(columns, rows, strict=True)), columns)
+    layers = {t.name: statistics.layer(t.name) for t in engine.targets}
+    mean_omega = _mean_omega(layers.values())
+    rows: dict[str, Tensor] = {}
+    for index in range(engine.block_count):
+        with engine.block(index) as block:
+            names = list(block.weights)
+            scales = _row_scales(config, list(block.weights.values()), [layers[n] for n in names], mean_omega)
+            rows |= dict(zip(names, scales, strict=True))
+    columns = {t.name: torch.ones(t.shape[1], device=engine.device) for t in engine.targets}
+    return ScoreScales({t.name: rows[t.name] for t in engine.targets}, columns)
 
 
 def threshold_budgets(
-    config: PruneConfig, targets: Sequence[Target], statistics: Statistics, factors: Factors
+    config: PruneConfig, engine: ResidentEngine, statistics: Statistics, scales: ScoreScales
 ) -> dict[str, Tensor]:
-    """name -> [R] int64 kept in each row: one threshold on the scores of all matrices.
+    """name -> [R] int64 kept in each row, by one threshold on the scaled scores of all matrices.
 
-    A matrix that saw no token has no estimate: it is pruned uniformly, and the others share what is left.
+    A matrix that no token reached has no estimate: it is pruned uniformly, and the others share what is left.
     """
-    layers = [statistics.layer(t.name) for t in targets]
-    columns = [layer.norm * factors.columns[t.name] for t, layer in zip(targets, layers, strict=True)]
-    weights, rows = [t.weight for t in targets], [factors.rows[t.name] for t in targets]
-    counts = _threshold_counts(config, weights, layers, rows, columns)
-    return {t.name: count for t, count in zip(targets, counts, strict=True)}
+    layers = {t.name: statistics.layer(t.name) for t in engine.targets}
+    unseen = {
+        t.name: _equal_rows(t.shape, config.removed, engine.device)
+        for t in engine.targets
+        if not layers[t.name].n_tokens
+    }
+    seen = [t.name for t in engine.targets if t.name not in unseen]
+    total = _total_of_seen(config, [t.shape for t in engine.targets], unseen.values())
+    columns = {name: layers[name].norm * scales.columns[name] for name in seen}
+    counts = unseen | engine.select_threshold({name: scales.rows[name] for name in seen}, columns, total)
+    return {t.name: counts[t.name] for t in engine.targets}
 
 
 def global_budgets(config: PruneConfig, weights: list[Tensor], layers: list[fk.LayerStatistics]) -> list[Tensor]:
-    """threshold_budgets() of the global allocation, for matrices without names.
+    """The global allocation for matrices without a model around them: [R] int64 kept in each row of each matrix.
 
     Raises:
         UserError: the Fisher information is 0 everywhere.
     """
-    rows = _row_scales(config, weights, layers)
-    return _threshold_counts(config, weights, layers, rows, [layer.norm for layer in layers])
+    rows = _row_scales(config, weights, layers, _mean_omega(layers))
+    counts = [_equal_rows(weight.shape, config.removed, weight.device) for weight in weights]
+    unseen = [count for count, layer in zip(counts, layers, strict=True) if not layer.n_tokens]
+    total = _total_of_seen(config, [weight.shape for weight in weights], unseen)
+    seen = [i for i, layer in enumerate(layers) if layer.n_tokens]
+    parts = [weights[i] for i in seen], [rows[i] for i in seen], [layers[i].norm for i in seen]
+    for i, count in zip(seen, fk.select_threshold(*parts, total), strict=True):
+        counts[i] = count
+    return counts
 
 
-def _row_scales(config: PruneConfig, weights: list[Tensor], layers: list[fk.LayerStatistics]) -> list[Tensor]:
-    """[R] fp32 scales of the global allocation; 1 for a matrix that saw no token."""
+def _mean_omega(layers) -> float:
+    """Mean of omega over the rows of all matrices that a token reached.
+
+    Raises:
+        UserError: it is 0.
+    """
+    omegas = [layer.omega for layer in layers if layer.n_tokens]
+    mean = float(torch.cat(omegas).mean()) if omegas else 0.0
+    if not 0 < mean < float("inf"):
+        raise UserError("the Fisher information is 0 everywhere: the loss does not depend on the blocks of this model")
+    return mean
+
+
+def _row_scales(
+    config: PruneConfig, weights: list[Tensor], layers: list[fk.LayerStatistics], mean_omega: float
+) -> list[Tensor]:
+    """[R] fp32 scales of the global allocation for each matrix; 1 for one that no token reached."""
     scales = [torch.ones(len(weight), device=weight.device) for weight in weights]
     seen = [i for i, layer in enumerate(layers) if layer.n_tokens]
-    omegas, norms = [layers[i].omega for i in seen], [layers[i].norm for i in seen]
-    b, c = config.row_exponent, config.layer_exponent
-    try:
-        found = fk.global_row_scales([weights[i] for i in seen], omegas, norms, row_exponent=b, layer_exponent=c)
-    except ValueError as error:
-        raise UserError(
-            "the Fisher information is 0 everywhere: the loss does not depend on the blocks of this model"
-        ) from error
-    for i, scale in zip(seen, found, strict=True):
+    if not seen:
+        return scales
+    seen_scales = fk.global_row_scales(
+        [weights[i] for i in seen],
+        [layers[i].omega for i in seen],
+        [layers[i].norm for i in seen],
+        row_exponent=config.row_exponent,
+        layer_exponent=config.layer_exponent,
+        mean_omega=mean_omega,
+    )
+    for i, scale in zip(seen, seen_scales, strict=True):
         scales[i] = scale
     return scales
 
 
-def _threshold_counts(
-    config: PruneConfig,
-    weights: list[Tensor],
-    layers: list[fk.LayerStatistics],
-    rows: list[Tensor],
-    columns: list[Tensor],
-) -> list[Tensor]:
-    counts = [_equal_rows(weight, config.removed) for weight in weights]
-    seen = [i for i, layer in enumerate(layers) if layer.n_tokens]
-    total = keep_total(sum(weight.numel() for weight in weights), config.removed)
-    total -= sum(int(k.sum()) for k, layer in zip(counts, layers, strict=True) if not layer.n_tokens)
-    weights, rows, columns = ([items[i] for i in seen] for items in (weights, rows, columns))
-    for i, count in zip(seen, fk.select_threshold(weights, rows, columns, total), strict=True):
-        counts[i] = count
-    return counts
+def _total_of_seen(config: PruneConfig, shapes: Sequence[Sequence[int]], unseen_counts) -> int:
+    """Weights that the matrices which tokens reached may keep together."""
+    total = keep_total(sum(rows * cols for rows, cols in shapes), config.removed)
+    return total - sum(int(count.sum()) for count in unseen_counts)

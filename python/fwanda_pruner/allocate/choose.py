@@ -1,80 +1,138 @@
-"""Which allocation: masks are tried in passing, on text that calibration did not read."""
+"""Which allocation: the candidates, how they are tried, and what was chosen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from ..config import PruneConfig
+from ..engine.resident import ResidentEngine
+from ..engine.resumable import Steps
 from ..errors import UserError
 from ..measure.statistics import Statistics
-from ..model.targets import Target
-from .masks import masked_loss, masks_of
+from .budgets import ScoreScales
+from .masks import masks_of
+from .response import Round, respond
 
 HELD_OUT = 8  # windows
 # (b, c) of the global allocation: the measured optimum is flat, and its place differs between models
 _EXPONENTS = ((0.75, 0.5), (1.0, 0.5), (1.0, 0.75), (0.75, 0.25), (0.5, 0.5), (0.5, 0.25))
 
 
-def candidates(config: PruneConfig) -> dict[str, PruneConfig]:
-    """What a response can begin with, by a short name, and what "auto" chooses from besides.
+@dataclass(frozen=True)
+class Choice:
+    """What the search of "response" or "auto" found best.
 
-    "auto" has uniform rows as Wanda, the published rule and six settings of the global allocation; "response", and
-    both under a pattern, where exponents cancel, the global allocation as it is set.
+    Attributes:
+        name: of the best candidate, or "round N" of the response.
+        start: the candidate that the response began with.
+        losses: candidate or round -> mean next-token loss on held-out text in nats, where it is finite.
+        scales: multipliers on the scores, if a round is best.
     """
-    found, exponents = {}, ((config.row_exponent, config.layer_exponent),)
+
+    name: str
+    start: str
+    losses: dict[str, float]
+    scales: ScoreScales | None
+
+    def apply(self, config: PruneConfig) -> PruneConfig:
+        """The configuration with the chosen allocation in place of the search."""
+        if self.scales is None:
+            return candidates(config)[self.name]
+        return replace(candidates(config)[self.start], allocation="response")
+
+    def to_dict(self) -> dict:
+        """JSON values, without the scales."""
+        return {"name": self.name, "start": self.start, "losses": self.losses}
+
+
+def candidates(config: PruneConfig) -> dict[str, PruneConfig]:
+    """Starting points for the response allocation, by name. "auto" also tries these on their own.
+
+    "auto" tries uniform rows as Wanda, the published rule, and six settings of the global allocation. "response" starts
+    from the global allocation as it is set, and so do both under a pattern, where the exponents cancel.
+    """
+    configs, exponents = {}, ((config.row_exponent, config.layer_exponent),)
     if config.allocation == "auto" and not config.nm:
-        found = {name: replace(config, allocation=name) for name in ("uniform", "row")}
+        configs = {name: replace(config, allocation=name) for name in ("uniform", "row")}
         exponents = _EXPONENTS
     for b, c in exponents:
-        found[f"global b={b:g} c={c:g}"] = replace(config, allocation="global", row_exponent=b, layer_exponent=c)
-    return found
+        configs[f"global b={b:g} c={c:g}"] = replace(config, allocation="global", row_exponent=b, layer_exponent=c)
+    return configs
+
+
+def choose(
+    engine: ResidentEngine,
+    tokens: Tensor,
+    held_out: Tensor,
+    statistics: Statistics,
+    config: PruneConfig,
+    *,
+    rounds: Steps[Round],
+) -> Choice:
+    """Tries all candidates, runs the rounds of the response from the best global one, and takes the lowest loss.
+
+    Args:
+        engine: of a dense model in eval mode; its weights are unchanged afterwards.
+        tokens: [S, L] int64 calibration windows.
+        held_out: [S', L] int64 windows that decide, better not those of the calibration.
+        statistics: of the dense model.
+        config: resolved, with the allocation "response" or "auto".
+        rounds: keeps the rounds, for an interrupted run.
+
+    Raises:
+        UserError: no allocation gives a finite loss, or the memory does not suffice.
+    """
+    configs = candidates(config)
+    losses = try_masks(engine, held_out, statistics, configs)
+    start = min((name for name in losses if configs[name].allocation == "global"), key=losses.get)
+    scales = None
+    if math.isfinite(losses[start]):
+        scales, round_losses = respond(
+            engine, tokens, held_out, statistics, configs[start], losses[start], rounds=rounds
+        )
+        losses |= round_losses
+    name = lowest(losses)
+    finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    return Choice(name, start, finite, None if name in configs else scales)
 
 
 def try_masks(
-    model: nn.Module,
-    tokens: Tensor,
-    targets: Sequence[Target],
-    statistics: Statistics,
-    configs: Mapping[str, PruneConfig],
-    *,
-    progress: bool = True,
+    engine: ResidentEngine, held_out: Tensor, statistics: Statistics, configs: Mapping[str, PruneConfig]
 ) -> dict[str, float]:
-    """Loss of the masks of each config, without an update of the weights, which are as before afterwards.
+    """Held-out loss of the masks of each configuration, without an update of the weights.
 
     Args:
-        model: a dense causal language model in eval mode.
-        tokens: [S, L] int64 windows, better not those of the calibration.
-        targets: its matrices.
+        engine: of a dense model in eval mode; its weights are unchanged afterwards.
+        held_out: [S, L] int64 windows.
         statistics: of the dense model, with g2 where an allocation reads it.
-        configs: name -> resolved config.
-        progress: show a bar.
+        configs: name -> resolved configuration.
 
     Returns:
         name -> mean next-token loss in nats; inf where it is not finite or the allocation has no budget.
     """
     losses = {}
-    for name, config in tqdm(configs.items(), desc="try", unit="mask", disable=None if progress else True):
+    for name, config in tqdm(configs.items(), desc="try", unit="mask", disable=None if engine.progress else True):
         try:
-            losses[name] = masked_loss(model, tokens, targets, masks_of(config, targets, statistics))
+            losses[name] = engine.mean_loss(held_out, masks_of(config, engine, statistics))
         except UserError:
             losses[name] = math.inf
     return losses
 
 
-def best(losses: Mapping[str, float]) -> str:
+def lowest(losses: Mapping[str, float]) -> str:
     """The name with the lowest loss, the first of equals.
 
     Raises:
-        UserError: none is finite.
+        UserError: no loss is finite.
     """
     name = min(losses, key=losses.get)
     if not math.isfinite(losses[name]):
         raise UserError(
-            "no allocation gives a finite loss on the held-out text; choose uniform, row or global yourself"
+            "no allocation gives a finite loss on the held-out text; choose --allocation uniform, row or global"
         )
     return name

@@ -1,248 +1,231 @@
-"""The response allocation: factors on the scores that follow how the loss of the pruned model answers.
+"""The response allocation: it measures on the pruned model where removed weights are missed, and corrects the scores.
 
 The global allocation predicts from the dense model what the removal of each weight costs, and damps the prediction by
-two exponents. Here the prediction is measured. A pass over the pruned model gives, for each removed weight, the
-derivative -g_ij W_ij of the loss towards putting it back. Summed over the removed weights of a matrix, a row or a
-column, and divided by the sum of their squared scores, it says by how much the scores there were too low. The factors
-of the scores move a part of the way, the masks are selected anew, and so on for a few rounds. Where the factors rest, a
-weight at the threshold is worth the same in every matrix: the first-order condition of the best division of the budget.
+two exponents. The response measures it instead. A backward pass through the pruned model gives, for each removed
+weight, the derivative -g_ij W_ij of the loss towards putting it back. Summed over the removed weights of a matrix, row
+or column, and divided by the sum of their squared scores, it says by how much those scores were too low. The scales of
+the scores move a part of the way, the masks are selected again, and so on for a few rounds. Where the scales come to
+rest, a weight at the threshold is worth the same in every matrix: the condition for the best division of a budget.
 
-The derivative of a single weight is noise (its deviation is the score, its mean the square of it), so only sums are
-used, and those of rows and columns are drawn towards the ratio of their matrix by as much as their noise asks for
-(empirical Bayes). The noise is known from the differences between the passes of a round.
+The derivative of a single weight is nearly all noise, so only sums are used. Those of rows and columns are shrunk
+towards the ratio of their matrix, more so the noisier they are (empirical Bayes). The differences between the passes of
+a round tell the noise.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from tqdm import tqdm
 
 from ..config import PruneConfig
-from ..engine.loop import Passes, PassFacts, PassSettings, uncompiled
-from ..measure.statistics import Statistics, frozen
-from ..model.attributes import replaced
-from ..model.targets import Target
-from ..run.state import RunState
-from .budgets import Factors, global_factors
-from .masks import Masks, column_scale, kept_as_bits, masked_loss, masks_of
+from ..engine.loop import PassSettings
+from ..engine.masked import Masks
+from ..engine.resident import ResidentEngine
+from ..engine.resumable import Steps
+from ..measure.removed import RemovedWeightSums
+from ..measure.statistics import Statistics
+from .budgets import ScoreScales, global_scales
+from .masks import column_scale, masks_of, select_once
 
 ROUNDS = 8
 _ROUND_TOKENS = 32768
-_MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # of the way to a measured ratio, in the logarithm
-_CALLS = 8  # backward passes of a round, at least, where there are as many windows
+_MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # share of the way to a measured ratio, in the logarithm
+_PASSES = 8  # backward passes of a round, at least, where there are as many windows
 _MATRIX_BOUND, _LINE_BOUND = 5.0, 10.0  # of a ratio in one round
 
 
-@dataclass
-class _Sums:
-    """Of the removed weights in each row, or in each column, of a matrix.
+@dataclass(frozen=True)
+class Round:
+    """The state of the search after one round.
 
     Attributes:
-        predicted: fp64, sum of the squared scores.
-        found: fp64, sum of -g W over all backward passes; `squares`: sum of the squares of what each of them found.
+        scales: of the scores.
+        loss: mean next-token loss in nats of their masks on held-out text; inf where it is not finite.
+        micro_batch, checkpointing: with which the passes fitted the memory; fields of PassSettings.
+        masks: of the scales; None: select them again.
+    """
+
+    scales: ScoreScales
+    loss: float
+    micro_batch: int
+    checkpointing: str
+    masks: Masks | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class LineSums:
+    """Sums over the removed weights of each row, or of each column, of a matrix: all [R] or [C] fp64.
+
+    Attributes:
+        predicted: squared scores.
+        measured: -dL/dW * W over all passes; `squares`: sum of the squares of what each pass measured.
         passes: how many there were.
     """
 
     predicted: Tensor
-    found: Tensor
+    measured: Tensor
     squares: Tensor
-    passes: int = 0
+    passes: int
 
-    @classmethod
-    def of(cls, predicted: Tensor) -> _Sums:
-        return cls(predicted, torch.zeros_like(predicted), torch.zeros_like(predicted))
+    def ratios(self, matrix_ratio: Tensor) -> Tensor:
+        """measured / predicted relative to that of the matrix, shrunk towards 1 by its noise.
 
-    def clear(self) -> None:
-        self.found.zero_()
-        self.squares.zero_()
-        self.passes = 0
-
-    def add(self, found: Tensor) -> None:
-        self.found += found
-        self.squares += found.square()
-        self.passes += 1
-
-    def ratios(self, ratio: Tensor) -> Tensor:
-        """found / predicted relative to that of the matrix, drawn towards 1 by noise; 1 where that is not above 0."""
-        expected = ratio * self.predicted
-        difference = self.found - expected
+        1 where the noise explains the difference, and for all lines where the loss misses nothing in the matrix.
+        """
+        expected = matrix_ratio * self.predicted
+        difference = self.measured - expected
         n = self.passes
-        noise = (self.squares - self.found.square() / n).clamp(min=0) * n / max(1, n - 1)
+        noise = (self.squares - self.measured.square() / n).clamp(min=0) * n / max(1, n - 1)
         spread = ((difference.square() - noise).sum() / expected.square().sum()).clamp(min=0) if n > 1 else 0
         signal = spread * expected.square()
-        known = (signal > 0) & (self.found.sum() > 0)
+        known = (signal > 0) & (self.measured.sum() > 0)
         own = 1 + torch.where(known, difference / expected * signal / (signal + noise), 0)
         return own.clamp(1 / _LINE_BOUND, _LINE_BOUND)
 
 
 def respond(
-    model: nn.Module,
+    engine: ResidentEngine,
     tokens: Tensor,
     held_out: Tensor,
-    targets: Sequence[Target],
     statistics: Statistics,
     config: PruneConfig,
-    loss: float,
+    start_loss: float,
     *,
-    settings: PassSettings,
-    state: RunState | None = None,
-    progress: bool = True,
-) -> tuple[Factors | None, dict[str, float]]:
-    """The factors of the round whose masks do best on held-out text.
+    rounds: Steps[Round],
+) -> tuple[ScoreScales | None, dict[str, float]]:
+    """Runs the rounds and returns the scales whose masks do best on held-out text.
 
     Args:
-        model: a dense causal language model in eval mode; its weights are as before afterwards.
+        engine: of a dense model in eval mode; its weights are unchanged afterwards.
         tokens: [S, L] int64 windows; each round takes the next ones, about 32,768 tokens.
         held_out: [S', L] int64 windows, better not those of the calibration.
-        targets: its matrices.
         statistics: of the dense model, with g2.
-        config: resolved; sparsity, pattern and the exponents of the global allocation count, with which it begins.
-        loss: mean next-token loss of the masks it begins with on the held-out text, in nats.
-        settings: how the passes run; never compiled.
-        state: keeps every round, and those that an interrupted run kept are not run again.
-        progress: show a bar.
+        config: resolved; its global allocation is where the rounds start.
+        start_loss: mean next-token loss in nats of the masks of that allocation on the held-out text.
+        rounds: keeps the rounds, for an interrupted run.
 
     Returns:
-        The factors, None where no round is below `loss`; and "round 1", "round 2", ... -> such a loss.
+        The scales, None where no round is below `start_loss`; and "round 1", "round 2", ... -> held-out loss.
 
     Raises:
         UserError: the Fisher information is 0 everywhere, or the memory does not suffice.
     """
-    size = min(len(tokens), math.ceil(_ROUND_TOKENS / tokens.shape[1]))
-    # small passes, since the differences between them tell the noise
-    micro_batch = min(settings.micro_batch or size, max(1, size // _CALLS))
-    settings = replace(uncompiled(settings, "the pruned model is measured"), micro_batch=micro_batch)
-    if statistics.passes and statistics.passes["checkpointing"]:
-        settings = replace(settings, checkpointing="on")
-    state = state or RunState()
-    factors, masks = global_factors(config, targets, statistics), None
+    state = _start(engine, tokens, statistics, config)
     best, losses = None, {}
-    for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if progress else True):
-        if (kept := state.recall(f"round-{index}")) is not None:
-            factors, masks = Factors.of_tensors(kept[0], targets[0].weight.device), None
-            found, fitting = kept[1]["loss"], kept[1]["passes"]
-        else:
-            masks = masks or kept_as_bits(masks_of(config, targets, statistics, factors))
-            chosen = torch.arange(index * size, (index + 1) * size) % len(tokens)
-            sums = _sums_of_removed(targets, statistics, factors, masks)
-            facts = _measure(model, tokens[chosen], targets, masks, sums, settings)
-            if why := _unusable(sums):
-                warnings.warn(f"{why}: the response ends after {index} rounds", stacklevel=2)
-                break
-            factors = _moved(factors, sums)
-            masks = kept_as_bits(masks_of(config, targets, statistics, factors))
-            found = masked_loss(model, held_out, targets, masks)
-            checkpointing = "on" if facts.checkpointing else settings.checkpointing
-            fitting = {"micro_batch": facts.micro_batch, "checkpointing": checkpointing}
-            state.keep(f"round-{index}", factors.tensors(), {"loss": found, "passes": fitting})
-        settings = replace(settings, **fitting)
-        losses[f"round {index + 1}"] = found
-        if found < loss:
-            best, loss = factors, found
+    for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if engine.progress else True):
+        saved = rounds.load(index)
+        state = saved or _next_round(engine, tokens, held_out, statistics, config, state, index)
+        if state is None:
+            break
+        if saved is None:
+            rounds.save(index, state)
+        losses[f"round {index + 1}"] = state.loss
+        if state.loss < start_loss:
+            best, start_loss = state.scales, state.loss
     return best, losses
 
 
-def _sums_of_removed(targets, statistics, factors: Factors, masks: Masks) -> dict[str, tuple[_Sums, _Sums]]:
-    """name -> sums of the rows and of the columns, with what the scores predict."""
-    sums = {}
-    with torch.inference_mode(False):  # they are added to in place
-        for target in targets:
-            scale = column_scale(statistics, factors, target.name)
-            squares = (target.weight.float().abs() * scale * factors.rows[target.name][:, None]).square()
-            squares.masked_fill_(masks[target.name](), 0)
-            rows, columns = squares.sum(1, dtype=torch.float64), squares.sum(0, dtype=torch.float64)
-            sums[target.name] = _Sums.of(rows), _Sums.of(columns)
-    return sums
+def _start(engine: ResidentEngine, tokens: Tensor, statistics: Statistics, config: PruneConfig) -> Round:
+    """The state before the first round. Its passes are small, since the differences between them tell the noise."""
+    size = _round_windows(tokens)
+    if engine.settings.compile == "on":
+        warnings.warn("the pruned model runs without compiled blocks, in spite of --compile on", stacklevel=3)
+    checkpointing = engine.settings.checkpointing
+    if statistics.passes and statistics.passes["checkpointing"]:
+        checkpointing = "on"
+    micro_batch = min(engine.settings.micro_batch or size, max(1, size // _PASSES))
+    return Round(global_scales(config, engine, statistics), math.inf, micro_batch, checkpointing)
 
 
-def _measure(model, tokens, targets, masks: Masks, sums: dict[str, tuple[_Sums, _Sums]], settings) -> PassFacts:
-    """Forward and backward passes of the pruned model over the tokens, which add to the sums."""
-    passes = Passes(
-        model=model,
-        modules={},
-        tokens=tokens,
-        backward=True,
-        settings=settings,
-        beside=_Pruned(targets, masks, sums),
-    )
-    with torch.inference_mode(False), torch.enable_grad(), frozen(model, backward=True):
-        return passes.run()[1]
+def _round_windows(tokens: Tensor) -> int:
+    return min(len(tokens), math.ceil(_ROUND_TOKENS / tokens.shape[1]))
 
 
-def _unusable(sums: Mapping[str, tuple[_Sums, _Sums]]) -> str | None:
-    """Why no step follows from the sums, None if one does; waits for the device once."""
-    finite = torch.stack([s.squares.isfinite().all() for pair in sums.values() for s in pair]).all()
-    missed = torch.stack([rows.found.sum() > 0 for rows, _ in sums.values()]).any()
+def _next_round(
+    engine: ResidentEngine,
+    tokens: Tensor,
+    held_out: Tensor,
+    statistics: Statistics,
+    config: PruneConfig,
+    state: Round,
+    index: int,
+) -> Round | None:
+    """Measures the masks of a state on the next windows and moves its scales; None if no step follows."""
+    masks = state.masks or select_once(engine, masks_of(config, engine, statistics, state.scales))
+    size = _round_windows(tokens)
+    windows = tokens[torch.arange(index * size, (index + 1) * size) % len(tokens)]
+    sums = RemovedWeightSums(engine.targets, masks)
+    settings = PassSettings(state.micro_batch, "off", state.checkpointing)
+    passes = engine.measure(windows, sums, backward=True, settings=settings)
+    lines = _line_sums(_predicted(engine, statistics, state.scales, masks), sums.tensors())
+    if reason := _unusable(lines):
+        warnings.warn(f"{reason}: the response ends after {index} rounds", stacklevel=3)
+        return None
+    scales = move_scales(state.scales, lines)
+    masks = select_once(engine, masks_of(config, engine, statistics, scales))
+    checkpointing = "on" if passes.checkpointing else state.checkpointing
+    return Round(scales, engine.mean_loss(held_out, masks), passes.micro_batch, checkpointing, masks)
+
+
+def _predicted(
+    engine: ResidentEngine, statistics: Statistics, scales: ScoreScales, masks: Masks
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """name -> sums of the squared scores over the removed weights of each row and each column, fp64."""
+    predicted = {}
+    for index in range(engine.block_count):
+        with engine.block(index) as block:
+            for name, weight in block.weights.items():
+                scale = column_scale(statistics, scales, name)
+                squares = (weight.float().abs() * scale * scales.rows[name][:, None]).square()
+                squares.masked_fill_(masks[name](weight), 0)
+                predicted[name] = squares.sum(1, dtype=torch.float64), squares.sum(0, dtype=torch.float64)
+    return predicted
+
+
+def _line_sums(
+    predicted: Mapping[str, tuple[Tensor, Tensor]], sums: Mapping[str, Tensor]
+) -> dict[str, tuple[LineSums, LineSums]]:
+    """name -> sums of the rows and of the columns. A matrix that saw no token has no entry."""
+    lines = {}
+    for name, (rows, columns) in predicted.items():
+        if f"{name}.passes" in sums:
+            passes = int(sums[f"{name}.passes"])
+            lines[name] = (
+                LineSums(rows, sums[f"{name}.rows"], sums[f"{name}.row_squares"], passes),
+                LineSums(columns, sums[f"{name}.columns"], sums[f"{name}.column_squares"], passes),
+            )
+    return lines
+
+
+def _unusable(lines: Mapping[str, tuple[LineSums, LineSums]]) -> str | None:
+    """Why no step follows from the sums, None if one does. Waits for the device once."""
+    no_step = "the loss misses the removed weights of no matrix"
+    if not lines:
+        return no_step
+    finite = torch.stack([s.squares.isfinite().all() for pair in lines.values() for s in pair]).all()
+    missed = torch.stack([rows.measured.sum() > 0 for rows, _ in lines.values()]).any()
     finite, missed = torch.stack([finite, missed]).tolist()
     if not finite:
         return "gradients of the pruned model overflow"
-    return None if missed else "the loss misses the removed weights of no matrix"
+    return None if missed else no_step
 
 
-class _Pruned:
-    """Context manager: the modules compute with pruned weights, and the backward pass adds to the sums."""
-
-    def __init__(self, targets: Sequence[Target], masks: Masks, sums: dict[str, tuple[_Sums, _Sums]]):
-        self._targets, self._masks, self._sums = targets, masks, sums
-
-    def __enter__(self) -> None:
-        for rows, columns in self._sums.values():
-            rows.clear()
-            columns.clear()
-        forwards = {t.module: partial(_forward, t, self._masks[t.name], self._sums[t.name]) for t in self._targets}
-        self._replaced = replaced("forward", forwards)
-        self._replaced.__enter__()
-
-    def __exit__(self, *exception) -> None:
-        self._replaced.__exit__(*exception)
-
-
-def _forward(target: Target, mask: Callable[[], Tensor], sums: tuple[_Sums, _Sums], x: Tensor) -> Tensor:
-    y = _PrunedLinear.apply(x, target, mask, sums)
-    bias = target.module.bias
-    return y if bias is None else y + bias
-
-
-class _PrunedLinear(torch.autograd.Function):
-    """x W'^T with the pruned W'; its backward pass adds up -dL/dW' W over what was removed."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, target: Target, mask: Callable[[], Tensor], sums: tuple[_Sums, _Sums]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.parts = target, mask, sums
-        return functional.linear(x, target.weight * mask())
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        (x,) = ctx.saved_tensors
-        target, mask, (rows, columns) = ctx.parts
-        kept = mask()
-        slope = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        missed = -(slope * target.weight).float().masked_fill_(kept, 0)
-        rows.add(missed.sum(1, dtype=torch.float64))
-        columns.add(missed.sum(0, dtype=torch.float64))
-        return gradient @ (target.weight * kept), None, None, None
-
-
-def _moved(factors: Factors, sums: Mapping[str, tuple[_Sums, _Sums]]) -> Factors:
-    """The factors a step towards the measured ratios; those of a matrix that saw no token stay."""
-    answered = {name: pair for name, pair in sums.items() if pair[0].passes}
-    found = torch.stack([rows.found.sum() for rows, _ in answered.values()])
-    predicted = torch.stack([rows.predicted.sum() for rows, _ in answered.values()])
-    ratios = torch.where(predicted > 0, found / predicted, 0)
+def move_scales(scales: ScoreScales, lines: Mapping[str, tuple[LineSums, LineSums]]) -> ScoreScales:
+    """Moves the scales a step towards the measured ratios; those of a matrix without sums stay."""
+    measured = torch.stack([rows.measured.sum() for rows, _ in lines.values()])
+    predicted = torch.stack([rows.predicted.sum() for rows, _ in lines.values()])
+    ratios = torch.where(predicted > 0, measured / predicted, 0)
     middle = ratios[ratios > 0].median()
-    ratios = torch.where(predicted > 0, ratios, middle)  # nothing was removed
+    ratios = torch.where(predicted > 0, ratios, middle)  # nothing was removed from such a matrix
     steps = (ratios / middle).clamp(1 / _MATRIX_BOUND, _MATRIX_BOUND) ** (_MATRIX_STEP / 2)
-    rows, columns = dict(factors.rows), dict(factors.columns)
-    for (name, (of_rows, of_columns)), ratio, step in zip(answered.items(), ratios, steps, strict=True):
-        rows[name] = (rows[name] * step * of_rows.ratios(ratio) ** (_LINE_STEP / 2)).float()
-        columns[name] = (columns[name] * of_columns.ratios(ratio) ** (_LINE_STEP / 2)).float()
-    return Factors(rows, columns)
+    rows, columns = dict(scales.rows), dict(scales.columns)
+    for (name, (row_sums, column_sums)), ratio, step in zip(lines.items(), ratios, steps, strict=True):
+        rows[name] = (rows[name] * step * row_sums.ratios(ratio) ** (_LINE_STEP / 2)).float()
+        columns[name] = (columns[name] * column_sums.ratios(ratio) ** (_LINE_STEP / 2)).float()
+    return ScoreScales(rows, columns)

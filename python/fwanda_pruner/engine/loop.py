@@ -1,45 +1,45 @@
-"""Forward and backward passes over the calibration text, in micro-batches that fit the memory."""
+"""The window loop: every pass of text through a model, or through one of its blocks, runs here.
+
+It chooses the micro-batch, shrinks it when memory runs out, checkpoints and compiles blocks where that pays, shows
+progress, and saves the sums for an interrupted run.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from types import FunctionType
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-import fwanda_kernels as fk
-
 from ..config import PruneConfig
-from ..errors import UserError, one_line
+from ..errors import UserError
 from ..model.attributes import replaced
-from ..model.targets import find_blocks
-from .device import fast_attention, free_memory, model_device
-from .losses import backward_of_summed_loss, find_decoder
-from .packing import single_sequences
+from .compiled import CompiledBlocks, CompileError
+from .memory import free_memory
+from .resumable import Partial
+from .sums import Sums
 
-_BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
 _SPARE = 0.8  # of the free memory that a larger micro-batch may count on
-KEEP_SECONDS = 60
-_COMPILE_SECONDS, _COMPILE_GAIN = 15, 0.25  # of a cold compilation; of the time of a pass (measured on an H100)
+_COMPILE_SECONDS, _COMPILE_GAIN = 15, 0.25  # cost of a cold compilation; saved share of a pass (measured on an H100)
 
 
 @dataclass(frozen=True)
 class PassSettings:
-    """How the passes run. None of it changes the sums beyond rounding.
+    """How windows run. None of it changes the sums beyond rounding.
 
     Attributes:
         micro_batch: windows in a pass; None: as many as keep a GPU busy and fit its memory, 1 on a CPU.
-        compile: "on": torch.compile each block; "auto": where the time that it saves is more than it takes.
-        checkpointing: "on": keep the inputs of each block alone and run it again in the backward pass; "auto": when
-            one window does not fit otherwise.
+        compile: "on": compile the blocks; "off": never; "auto": where compiling saves more time than it takes.
+        checkpointing: "on": keep only the inputs of each block and run it again in the backward pass; "off": never;
+            "auto": when one window does not fit otherwise.
     """
 
     micro_batch: int | None = None
@@ -54,8 +54,8 @@ class PassSettings:
 
 
 @dataclass
-class PassFacts:
-    """How the passes ran, for the report: windows in a pass, what was on, seconds that compiling took."""
+class PassRecord:
+    """How windows ran: windows in a pass, whether compiled and checkpointed, seconds that compiling took."""
 
     micro_batch: int = 1
     compiled: bool = False
@@ -63,279 +63,222 @@ class PassFacts:
     compile_seconds: float = 0.0
 
 
-def uncompiled(settings: PassSettings, what: str) -> PassSettings:
-    """The settings without compiled blocks, which `what` does not allow; says so where they were asked for."""
-    if settings.compile == "on":
-        warnings.warn(f"{what} without compiled blocks, in spite of --compile on", stacklevel=3)
-    return replace(settings, compile="off")
-
-
-@dataclass
-class Progress:
-    """Where an interrupted calibration can go on.
+class Windows(Protocol):
+    """Windows, and the part of a model that they run through.
 
     Attributes:
-        done: windows that were measured.
-        facts: how the passes ran.
-        sums: name -> LayerStatistics over these windows, on the model's device.
-        generator: state of the generator of labels; None without one.
+        device: where they run.
+        count, length: windows, and tokens in each.
+        backward: whether run() includes a backward pass.
+        restartable: False once run() has overwritten its own input, so that the loop cannot start again.
+        busy_windows: windows that keep a large GPU busy.
+        blocks: what checkpointing applies to.
+        compiled_modules: what compiling applies to.
     """
 
-    done: int
-    facts: PassFacts
-    sums: Mapping[str, fk.LayerStatistics]
-    generator: Tensor | None = None
+    device: torch.device
+    count: int
+    length: int
+    backward: bool
+    restartable: bool
+    busy_windows: int
+    blocks: Sequence[nn.Module]
+    compiled_modules: Sequence[nn.Module]
+
+    def ready(self) -> AbstractContextManager[None]:
+        """Entered around all passes."""
+
+    def run(self, start: int, size: int) -> None:
+        """Runs the windows [start, start + size)."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What an interrupted run must know besides the sums."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on from tensors()."""
+
+    def restart(self) -> None:
+        """Goes back to the first window."""
 
 
-@dataclass
-class Passes:
-    """All passes over the text.
+def run_windows(
+    windows: Windows, sums: Sums, settings: PassSettings, *, label: str | None = None, partial: Partial | None = None
+) -> PassRecord:
+    """Runs all windows and adds them to the sums.
+
+    When the device runs out of memory, the loop starts again with less: half the micro-batch, then checkpointing.
 
     Args:
-        model: a causal language model in eval mode.
-        modules: name -> linear module to measure.
-        tokens: [S, L] int64 windows without padding.
-        backward: whether a backward pass of the summed loss follows each forward pass.
+        windows: what runs.
+        sums: entered around the passes; start from nothing, or from what `partial` holds.
         settings: how they run.
         label: title of the progress bar; None shows none.
-        label_seed: the labels are drawn from the model's own predictions with this seed; None: they are the text.
-        beside: other hooks, entered anew with every start from the beginning.
-        progress: where to go on; None: at the beginning.
-        keep: called with the Progress about every minute; None: never.
+        partial: saves the state of the loop; None: never.
+
+    Returns:
+        How the windows ran.
+
+    Raises:
+        UserError: one window does not fit, or the blocks cannot be compiled and settings.compile is "on".
     """
-
-    model: nn.Module
-    modules: Mapping[str, nn.Module]
-    tokens: Tensor
-    backward: bool
-    settings: PassSettings = field(default_factory=PassSettings)
-    label: str | None = None
-    label_seed: int | None = None
-    beside: AbstractContextManager = field(default_factory=nullcontext)
-    progress: Progress | None = None
-    keep: Callable[[Progress], None] | None = None
-
-    def run(self) -> tuple[fk.collect_statistics, PassFacts]:
-        """Measure the modules, from the start again with less memory wherever the device runs out of it.
-
-        Raises:
-            UserError: one window does not fit, or the blocks cannot be compiled and compile is "on".
-        """
-        self.device = model_device(self.model)
-        self.path, self.blocks = find_blocks(self.model)
-        wanted = self.settings.micro_batch
-        facts = PassFacts(min(wanted or 1, len(self.tokens)))
-        facts.checkpointing = self.backward and self.settings.checkpointing == "on"
-        if self.progress is not None:
-            facts = replace(self.progress.facts, compiled=False, compile_seconds=0.0)
-        grow = wanted is None and self.progress is None
-        compile = "off" if facts.checkpointing else self.settings.compile
-        while True:
-            try:
-                with fast_attention(self.model), single_sequences():
-                    return self._attempt(facts, grow, compile), facts
-            except torch.OutOfMemoryError:
-                exhausted = True  # the traceback holds the activations: go on once it is gone
-            except _CompileError as error:
-                if compile == "on":
-                    raise UserError(f"the blocks cannot be compiled, use --compile off: {error}") from error
-                warnings.warn(f"the blocks cannot be compiled, going on without: {error}", stacklevel=2)
-                exhausted, compile = False, "off"
-            if exhausted:
-                grow = False
-                self._shrink(facts)
-                compile = "off" if facts.checkpointing else compile
-            facts.compiled, facts.compile_seconds = False, 0.0
-            self.progress = None
-
-    def _shrink(self, facts: PassFacts) -> None:
-        """Ask for less memory: half the micro-batch, then checkpointing."""
-        torch.cuda.empty_cache()
-        if facts.micro_batch > 1:
-            facts.micro_batch //= 2
-            todo = f"passes of {facts.micro_batch} windows"
-        elif self.backward and not facts.checkpointing and self.settings.checkpointing == "auto":
-            facts.checkpointing = True
-            todo = "checkpointing of each block"
-        else:
-            raise UserError(
-                f"a window of {self.tokens.shape[1]} tokens does not fit the memory of {self.device}; use a smaller "
-                f"--seqlen, a larger --max-memory, or --checkpointing on"
+    compile = settings.compile
+    if not sums.compilable and compile != "off":
+        if compile == "on":
+            warnings.warn(
+                "--compile on has no effect here: these sums cannot be measured in compiled code", stacklevel=2
             )
-        warnings.warn(f"{self.device} ran out of memory: calibrating from the start with {todo}", stacklevel=3)
-
-    def _attempt(self, facts: PassFacts, grow: bool, compile: str) -> fk.collect_statistics:
-        self.decoder = find_decoder(self.model)
-        self.generator = self._label_generator()
-        done, sums = (0, None) if self.progress is None else (self.progress.done, self.progress.sums)
-        bar = tqdm(total=len(self.tokens), desc=self.label, unit="seq", disable=True if self.label is None else None)
-        with bar, self.beside, fk.collect_statistics(self.modules, sums) as collected:
-            bar.update(done)
-            for size in self._sizes(facts, grow, compile, done, collected):
-                done += size
-                bar.update(size)
-        return collected
-
-    def _sizes(
-        self, facts: PassFacts, grow: bool, compile: str, done: int, collected: fk.collect_statistics
-    ) -> Iterator[int]:
-        """Run all passes; yields the windows of each. The first is not compiled: it shows what memory a window takes,
-        and which modules share an input.
-        """
-        base = self._reset_peak()
-        if done < len(self.tokens):
-            with self._checkpointing(facts.checkpointing or compile == "on"):  # uncompiled activations are larger
-                done += (size := self._pass(done, 1 if grow else facts.micro_batch))
-            yield size
-        if grow:
-            facts.micro_batch = min(self._micro_batch(base), len(self.tokens) - done or 1)
-        compiled, seen = _Compiled([*self.blocks, *_norms_beside(self.model, self.path)], self.modules.values()), {}
-        seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether compiled
-        kept = time.monotonic()
-        with self._checkpointing(facts.checkpointing):
-            while done < len(self.tokens):
-                whole = len(self.tokens) - done >= facts.micro_batch
-                if not facts.compiled and self._should_compile(compile, seconds[False], done, facts.micro_batch):
-                    facts.compiled, seen = True, _whole_counts(collected, done * self.tokens.shape[1])
-                on = facts.compiled and whole
-                with compiled.on(on), self._timed(seconds[on], whole):
-                    done += (size := self._pass(done, facts.micro_batch))
-                yield size
-                if self.keep is not None and time.monotonic() - kept >= KEEP_SECONDS:
-                    self.keep(Progress(done, facts, collected, self._generator_state()))
-                    kept = time.monotonic()
-        if facts.compiled and not seen.items() <= _whole_counts(collected, done * self.tokens.shape[1]).items():
-            raise _CompileError("compiled blocks do not show all inputs of their modules")
-        if len(seconds[True]) > 1:
-            facts.compile_seconds = max(0.0, seconds[True][0] - seconds[True][1])
-
-    def _label_generator(self) -> torch.Generator | None:
-        if self.label_seed is None:
-            return None
-        generator = torch.Generator().manual_seed(self.label_seed)
-        if self.progress is not None:
-            generator.set_state(self.progress.generator)
-        return generator
-
-    def _generator_state(self) -> Tensor | None:
-        return None if self.generator is None else self.generator.get_state()
-
-    def _pass(self, start: int, size: int) -> int:
-        """One pass over the windows from `start` on; returns how many there were."""
-        ids = self.tokens[start : start + size].to(self.device)
-        if self.backward:
-            backward_of_summed_loss(self.model, self.decoder, ids, self.generator)
-        else:
-            with torch.no_grad():
-                self.decoder(input_ids=ids, use_cache=False)
-        return len(ids)
-
-    @contextmanager
-    def _timed(self, seconds: list[float], whole: bool) -> Iterator[None]:
-        """Add the seconds of one of the first two whole passes of a kind; later ones do not wait for the device."""
-        if not whole or len(seconds) > 1:
-            yield
-            return
-        self._synchronize()
-        start = time.perf_counter()
-        yield
-        self._synchronize()
-        seconds.append(time.perf_counter() - start)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _should_compile(self, compile: str, seconds: list[float], done: int, micro_batch: int) -> bool:
-        if compile != "auto" or self.device.type != "cuda" or len(seconds) < 2:
-            return compile == "on"
-        return seconds[1] * _COMPILE_GAIN * (len(self.tokens) - done) / micro_batch > _COMPILE_SECONDS
-
-    def _reset_peak(self) -> int:
-        """Bytes allocated, from where the peak of the first pass counts."""
-        if self.device.type != "cuda":
-            return 0
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return torch.cuda.memory_allocated(self.device)
-
-    def _micro_batch(self, base: int) -> int:
-        """Windows that keep the device busy, as far as they fit beside `base` bytes."""
-        if self.device.type != "cuda":
-            return 1
-        wanted = round(_BUSY / (self.model.config.get_text_config().hidden_size * self.tokens.shape[1]))
-        window = torch.cuda.max_memory_allocated(self.device) - base
-        return max(1, min(wanted, int(_SPARE * free_memory(self.device) / max(window, 1))))
-
-    def _checkpointing(self, on: bool) -> AbstractContextManager[None]:
-        """Run each block again in the backward pass instead of keeping its activations."""
-        if not on or not self.backward:
-            return nullcontext()
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        return replaced("forward", {block: partial(run, block.forward) for block in self.blocks})
-
-
-def _whole_counts(collected: fk.collect_statistics, tokens: int) -> dict[str, int]:
-    """name -> how many times a module saw each of so many tokens; without experts, which see some of them."""
-    counts = {name: layer.n_tokens for name, layer in collected.items()}
-    return {name: count // tokens for name, count in counts.items() if count and count % tokens == 0}
-
-
-class _CompileError(Exception):
-    """A block could not be compiled; one line."""
-
-
-def _call(block: nn.Module, *args, **kwargs):
-    return block._call_impl(*args, **kwargs)
-
-
-@cache
-def _call_of(structure: Hashable) -> Callable:
-    """_call() with code of its own for each structure.
-
-    The compiler keeps what it made by the code, up to eight times for each, and compares no hooks: so calls are neither
-    mixed up with other compiled ones, of the block or of one with other hooks, nor does one model use up the places of
-    the next.
-    """
-    return FunctionType(_call.__code__.replace(), globals())
-
-
-def _norms_beside(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules of vectors alone that lie beside the blocks: uncompiled, the last norm holds five copies in fp32."""
-    beside = model.get_submodule(path.rpartition(".")[0]).children()
-    dims = {module: {parameter.dim() for parameter in module.parameters()} for module in beside}
-    return [module for module, found in dims.items() if found == {1}]
-
-
-class _Compiled:
-    """Compiled calls of blocks and norms, on for a pass at a time. Blocks of one structure, with hooks on the same
-    modules, share one graph."""
-
-    def __init__(self, blocks: Sequence[nn.Module], observed: Iterable[nn.Module]):
-        self.blocks, self.observed = blocks, set(observed)
-        self.calls: dict[nn.Module, Callable] | None = None
-
-    @contextmanager
-    def on(self, wanted: bool) -> Iterator[None]:
-        if not wanted:
-            yield
-            return
-        calls = self.calls
-        if calls is None:
-            own = {block: _call_of(self._structure(block)) for block in self.blocks}
-            compiled = {call: torch.compile(call, dynamic=False) for call in own.values()}
-            calls = {block: partial(compiled[call], block) for block, call in own.items()}
+        compile = "off"
+    done, record = _begin(windows, sums, settings, partial)
+    grow = settings.micro_batch is None and done == 0
+    while True:
+        compile = "off" if record.checkpointing else compile
         try:
-            with replaced("_compiled_call_impl", calls):
-                yield
+            bar = tqdm(
+                total=windows.count, initial=done, desc=label, unit="seq", disable=True if label is None else None
+            )
+            with bar, windows.ready(), sums:
+                for size in _passes(windows, sums, record, grow, compile, done, partial):
+                    bar.update(size)
+            return record
         except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever the compiler raises; a pass that ran before has nothing left to raise
-            if self.calls is not None:
-                raise
-            raise _CompileError(one_line(error)) from error
-        self.calls = calls
+            exhausted = True  # go on outside of the handler: the traceback holds the activations
+        except CompileError as error:
+            if compile == "on":
+                raise UserError(f"the blocks cannot be compiled, use --compile off: {error}") from error
+            warnings.warn(f"the blocks cannot be compiled, going on without: {error}", stacklevel=2)
+            exhausted, compile = False, "off"
+        if exhausted:
+            grow = False
+            _use_less_memory(windows, record, settings)
+        record.compiled, record.compile_seconds, done = False, 0.0, 0
+        sums.clear()
+        windows.restart()
 
-    def _structure(self, block: nn.Module) -> Hashable:
-        """What blocks that share a graph have in common: their type, their weights, and which modules have hooks."""
-        weights = tuple((name, weight.shape, weight.dtype) for name, weight in block.named_parameters())
-        return type(block), weights, tuple(n for n, module in block.named_modules() if module in self.observed)
+
+def _begin(windows: Windows, sums: Sums, settings: PassSettings, partial: Partial | None) -> tuple[int, PassRecord]:
+    """Windows that are done already, and how to run the others."""
+    saved = None if partial is None else partial.load()
+    if saved is None:
+        size = min(settings.micro_batch or 1, windows.count)
+        return 0, PassRecord(size, checkpointing=windows.backward and settings.checkpointing == "on")
+    tensors, values = saved
+    parts: dict[str, dict[str, Tensor]] = {"sums": {}, "windows": {}}
+    for key, tensor in tensors.items():
+        part, name = key.split(".", 1)
+        parts[part][name] = tensor
+    with torch.inference_mode(False):  # they are added to
+        sums.load({name: tensor.to(windows.device, copy=True) for name, tensor in parts["sums"].items()})
+    windows.load(parts["windows"])
+    return values["done"], replace(PassRecord(**values["passes"]), compiled=False, compile_seconds=0.0)
+
+
+def _passes(
+    windows: Windows, sums: Sums, record: PassRecord, grow: bool, compile: str, done: int, partial: Partial | None
+) -> Iterator[int]:
+    """Runs the windows from `done` on; yields the size of each pass.
+
+    The first pass is not compiled: it shows how much memory a window takes, and which modules share an input.
+    """
+    base = _reset_peak(windows.device)
+    if done < windows.count:
+        size = 1 if grow else min(record.micro_batch, windows.count - done)
+        with _checkpointed(windows, record.checkpointing or compile == "on"):  # uncompiled activations are larger
+            windows.run(done, size)
+        done += size
+        yield size
+    if grow:
+        record.micro_batch = min(_largest_micro_batch(windows, base), windows.count - done or 1)
+    compiled, counts = CompiledBlocks(windows.compiled_modules, sums.modules), {}
+    seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether they are compiled
+    with _checkpointed(windows, record.checkpointing):
+        while done < windows.count:
+            size = min(record.micro_batch, windows.count - done)
+            whole = size == record.micro_batch
+            if not record.compiled and _should_compile(windows, compile, seconds[False], done, size):
+                record.compiled, counts = True, _whole_counts(sums, done * windows.length)
+            on = record.compiled and whole
+            with compiled.on(on), _timed(windows.device, seconds[on], whole):
+                windows.run(done, size)
+            done += size
+            yield size
+            if partial is not None and partial.due():
+                tensors = {f"sums.{name}": tensor for name, tensor in sums.tensors().items()}
+                tensors |= {f"windows.{name}": tensor for name, tensor in windows.tensors().items()}
+                partial.save(tensors, {"done": done, "passes": asdict(record)})
+    if record.compiled and not counts.items() <= _whole_counts(sums, done * windows.length).items():
+        raise CompileError("compiled blocks do not show all inputs of their modules")
+    if len(seconds[True]) > 1:
+        record.compile_seconds = max(0.0, seconds[True][0] - seconds[True][1])
+
+
+def _use_less_memory(windows: Windows, record: PassRecord, settings: PassSettings) -> None:
+    """The one answer to a device that is out of memory: half the micro-batch, then checkpointing."""
+    torch.cuda.empty_cache()
+    if not windows.restartable:
+        raise UserError(f"{windows.device} ran out of memory in the middle of a block; use a smaller --micro-batch")
+    if record.micro_batch > 1:
+        record.micro_batch //= 2
+        change = f"{record.micro_batch} windows at a time"
+    elif windows.backward and not record.checkpointing and settings.checkpointing == "auto":
+        record.checkpointing = True
+        change = "checkpointing of each block"
+    else:
+        raise UserError(
+            f"a window of {windows.length} tokens does not fit the memory of {windows.device}; use a smaller "
+            f"--seqlen, a larger --max-memory, or --checkpointing on"
+        )
+    warnings.warn(f"{windows.device} ran out of memory: starting again with {change}", stacklevel=3)
+
+
+def _largest_micro_batch(windows: Windows, base: int) -> int:
+    """Windows that keep the device busy, as far as they fit beside `base` bytes."""
+    if windows.device.type != "cuda":
+        return 1
+    window = torch.cuda.max_memory_allocated(windows.device) - base
+    return max(1, min(windows.busy_windows, int(_SPARE * free_memory(windows.device) / max(window, 1))))
+
+
+def _should_compile(windows: Windows, compile: str, seconds: list[float], done: int, micro_batch: int) -> bool:
+    if compile != "auto" or windows.device.type != "cuda" or len(seconds) < 2:
+        return compile == "on"
+    return seconds[1] * _COMPILE_GAIN * (windows.count - done) / micro_batch > _COMPILE_SECONDS
+
+
+def _checkpointed(windows: Windows, on: bool) -> AbstractContextManager[None]:
+    """Runs each block again in the backward pass instead of keeping its activations."""
+    if not on or not windows.backward:
+        return nullcontext()
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return replaced("forward", {block: partial(run, block.forward) for block in windows.blocks})
+
+
+@contextmanager
+def _timed(device: torch.device, seconds: list[float], whole: bool) -> Iterator[None]:
+    """Times the first two whole passes of a kind; later ones do not wait for the device."""
+    if not whole or len(seconds) > 1:
+        yield
+        return
+    _synchronize(device)
+    start = time.perf_counter()
+    yield
+    _synchronize(device)
+    seconds.append(time.perf_counter() - start)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Bytes that are allocated now, from where the peak of the first pass counts."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _whole_counts(sums: Sums, tokens: int) -> dict[str, int]:
+    """How many times each module saw each of so many tokens. Experts, which see some of them, have no entry."""
+    counts = sums.token_counts()
+    return {name: count // tokens for name, count in counts.items() if count and count % tokens == 0}

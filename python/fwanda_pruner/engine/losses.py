@@ -1,4 +1,4 @@
-"""The loss on top of the decoder, a slice of the positions at a time, so that all logits never exist at once."""
+"""The next-token loss, formed on slices of the positions so that all logits never exist at once."""
 
 from __future__ import annotations
 
@@ -14,89 +14,95 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..errors import UserError
 from ..model.attributes import replaced
 
-_LOGITS = 1 << 24  # at once: 64 MB in fp32, and as much in their softmax
+_LOGITS = 1 << 24  # logits that exist at once: 64 MB in fp32, and as much again for their softmax
 
 
-class _Found(Exception):
-    """Ends a forward pass once the decoder is known."""
+class _FirstSubmodule(Exception):
+    """Ends a forward pass once it calls a submodule."""
 
 
 def find_decoder(model: nn.Module) -> nn.Module:
-    """The submodule that a causal language model calls first: all of it but the output head.
+    """The submodule that a causal language model calls first: everything but the output head.
 
     Raises:
-        UserError: the model calls none.
+        UserError: the model calls no submodule.
     """
 
     def hook(module, _args):
         if module is not model:
-            raise _Found(module)
+            raise _FirstSubmodule(module)
 
     handle = register_module_forward_pre_hook(hook)
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
-    except _Found as found:
-        return found.args[0]
+    except _FirstSubmodule as first:
+        return first.args[0]
     finally:
         handle.remove()
     raise UserError(f"{type(model).__name__} calls no submodule; this model cannot be calibrated")
 
 
+@torch.no_grad()
+def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor, *, first_target: int = 1) -> Tensor:
+    """Sum of the next-token losses of windows, computed in fp32 and added up in fp64.
+
+    Args:
+        model: a causal language model.
+        decoder: from find_decoder().
+        ids: [B, L] int64 windows without padding, on the model's device.
+        first_target: position of the first token that is predicted, at least 1.
+
+    Returns:
+        [] fp64 loss in nats, on the device.
+    """
+    output = decoder(input_ids=ids, use_cache=False)
+    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    with _head_of(model, decoder, type(output)) as head:
+        for states, labels in _slices(model, output.last_hidden_state, ids, first_target):
+            losses = nn.functional.cross_entropy(head(states[None])[0].float(), labels, reduction="none")
+            total += losses.sum(dtype=torch.float64)
+    return total
+
+
 def backward_of_summed_loss(
     model: nn.Module, decoder: nn.Module, ids: Tensor, generator: torch.Generator | None = None
 ) -> None:
-    """One forward pass and the backward pass of the SUM of the next-token losses, in fp32.
+    """Runs the forward pass, and the backward pass of the SUM of the next-token losses in fp32.
+
+    The gradient of the head is formed slice by slice, so that logits [B L, V] in fp32 never exist as a whole: they
+    would be 2 GB for 2,048 tokens and a vocabulary of 262,144. This costs no extra operations.
 
     Args:
         model: a causal language model with frozen parameters, whose embedding output wants a gradient.
         decoder: from find_decoder().
-        ids: [B, L] int64 windows without padding.
-        generator: draws each label from the model's own predictions, as sample_labels(); None: the labels are the text.
+        ids: [B, L] int64 windows without padding, on the model's device.
+        generator: draws each label from the model's own prediction, as sample_labels() does; None: the labels are the
+            text.
 
     Raises:
         UserError: the output of the decoder does not depend on its embeddings by gradients.
-
-    The head runs on slices of the positions and its gradient is formed at once, so that logits [B L, V] in fp32 never
-    exist as a whole: 2 GB for 2,048 tokens and a vocabulary of 262,144. Costs no extra FLOPs.
     """
     output = decoder(input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state
     if not hidden.requires_grad:
         raise UserError(
-            f"{type(model).__name__} lets no gradient through to its blocks: it cannot be measured backwards"
+            f"{type(model).__name__} lets no gradient through to its blocks, so no Fisher information can be measured; "
+            f"use --method wanda or sparsegpt"
         )
     with _head_of(model, decoder, type(output)) as head:
         slices = [_loss_gradient(head, *part, generator) for part in _slices(model, hidden.detach(), ids)]
     batch, length, size = hidden.shape
     gradient = nn.functional.pad(torch.cat(slices).view(batch, length - 1, size), (0, 0, 0, 1))
     edge = get_gradient_edge(hidden)
-    del output, hidden, slices  # not needed by the backward pass, when memory is at its peak
+    del output, hidden, slices  # the backward pass does not need them, and it is the peak of the memory
     torch.autograd.backward([edge], [gradient])
 
 
-@torch.no_grad()
-def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor) -> float:
-    """SUM of the next-token losses of ids [B, L], in fp32; the head runs on slices as above."""
-    output = decoder(input_ids=ids, use_cache=False)
-    total = torch.zeros((), dtype=torch.float64, device=ids.device)
-    with _head_of(model, decoder, type(output)) as head:
-        for states, labels in _slices(model, output.last_hidden_state, ids):
-            total += nn.functional.cross_entropy(head(states[None])[0].float(), labels, reduction="sum")
-    return float(total)
-
-
-def _slices(model: nn.Module, hidden: Tensor, ids: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Pieces, as equal as can be, of the positions that have a label: states [n, H] and labels [n]."""
-    states, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    pieces = max(1, math.ceil(len(labels) * model.config.get_text_config().vocab_size / _LOGITS))
-    return zip(states.tensor_split(pieces), labels.tensor_split(pieces), strict=True)
-
-
 def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a label at each position by inverting the cumulative distribution.
+    """Draws a label at each position by inverting the cumulative distribution.
 
-    A position takes one number from the generator, in order, so that the labels depend neither on how the positions
-    are divided into calls nor on the device, unless rounding moves a probability across a draw.
+    Each position takes one number from the generator, in order. So the labels depend neither on how the positions are
+    split into calls nor on the device, unless rounding moves a probability across a drawn number.
 
     Args:
         probabilities: [n, V] fp32.
@@ -111,14 +117,21 @@ def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     return labels[:, 0].clamp(max=probabilities.shape[-1] - 1)
 
 
+def _slices(model: nn.Module, hidden: Tensor, ids: Tensor, first_target: int = 1) -> Iterable[tuple[Tensor, Tensor]]:
+    """The positions that have a label, in pieces of nearly equal size: states [n, H] and labels [n]."""
+    states, labels = hidden[:, first_target - 1 : -1].flatten(0, 1), ids[:, first_target:].flatten()
+    pieces = max(1, math.ceil(len(labels) * model.config.get_text_config().vocab_size / _LOGITS))
+    return zip(states.tensor_split(pieces), labels.tensor_split(pieces), strict=True)
+
+
 def _loss_gradient(
     head: Callable[[Tensor], Tensor], states: Tensor, labels: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """[n, H] gradient of the summed cross-entropy of n positions, which is softmax - label at the logits."""
+    """[n, H] gradient of the summed cross-entropy of n positions. At the logits it is softmax - label."""
     states = states.detach().requires_grad_(True)
     logits = head(states[None])
     edge, dtype = get_gradient_edge(logits), logits.dtype
-    logits = logits.detach()[0].float()  # the others go before there are more tensors of their size
+    logits = logits.detach()[0].float()  # the other copies go before more tensors of this size appear
     gradient = logits.softmax(-1)
     del logits
     if generator is not None:
@@ -130,7 +143,7 @@ def _loss_gradient(
 
 @contextmanager
 def _head_of(model: nn.Module, decoder: nn.Module, output_type: type) -> Iterator[Callable[[Tensor], Tensor]]:
-    """What the model itself does after its decoder (head, scaling, soft caps): [1, n, H] -> logits [1, n, V]."""
+    """What the model itself computes after its decoder (head, scaling, soft caps): [1, n, H] -> logits [1, n, V]."""
     states: list[Tensor] = []
 
     def head(hidden: Tensor) -> Tensor:

@@ -1,26 +1,27 @@
-"""Perplexity, and the sanity checks around it."""
+"""Perplexity, the choice of BOS, and the sanity check of the dense model."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
+from ..engine.device import evaluating
+from ..engine.loop import PassSettings
+from ..engine.losses import find_decoder, summed_loss
+from ..engine.model_windows import mean_loss
 from ..errors import UserError
 
-# Positions whose logits are held in fp32 at once: 256 MB for a vocabulary of 262,144.
-_CHUNK = 256
+_SETTINGS = PassSettings(compile="off", checkpointing="off")
 
 
 def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label: str = "perplexity") -> float:
-    """Perplexity over windows: exp of the mean cross-entropy of the L - 1 targets of each window.
+    """Perplexity over windows: exp of the mean next-token loss over the L - 1 targets of each window.
 
-    One window at a time, on the device of the model, in evaluation mode (the mode is put back) and without gradients.
-    Losses are computed in fp32 and summed in fp64.
+    The model runs on its own device, in evaluation mode (each module's mode is put back) and without gradients. Losses
+    are computed in fp32 on slices of the positions and added up in fp64.
 
     Args:
         model: a Hugging Face causal language model.
@@ -32,22 +33,20 @@ def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label
         The perplexity; inf where it overflows, nan where a logit is nan.
 
     Raises:
-        UserError: tokens of another shape or dtype, or a token id beyond the vocabulary of the model.
+        UserError: tokens of another shape or dtype, a token id beyond the vocabulary, or a window that does not fit the
+            memory.
     """
     check_tokens(model, tokens)
-    samples, length = tokens.shape
-    total = 0.0
-    with evaluating(model), torch.no_grad():
-        for window in tqdm(tokens, desc=label, unit="window", disable=None if progress else True):
-            total += _loss_sum(model, window, first_target=1)
+    with evaluating(model):
+        loss = mean_loss(model, tokens.long(), _SETTINGS, label=label if progress else None)
     try:
-        return math.exp(total / (samples * (length - 1)))
+        return math.exp(loss)
     except OverflowError:
         return math.inf
 
 
 def choose_bos(model: nn.Module, tokenizer: Any, window: Tensor) -> bool:
-    """Decide whether windows should begin with BOS: the lower loss on the same targets wins.
+    """Decides whether windows should begin with BOS: the lower loss on the same targets wins.
 
     Both inputs end with the same tokens and neither is longer than the window. A tie, or a loss that is nan, means no.
 
@@ -70,19 +69,25 @@ def choose_bos(model: nn.Module, tokenizer: Any, window: Tensor) -> bool:
     without = window[:-1]
     with_bos = torch.cat([window.new_tensor([bos]), without])
     check_tokens(model, with_bos[None])
+    device = model.get_input_embeddings().weight.device
     with evaluating(model), torch.no_grad():
-        return _loss_sum(model, with_bos, first_target=2) < _loss_sum(model, without, first_target=1)
+        decoder = find_decoder(model)
+        losses = [
+            float(summed_loss(model, decoder, ids[None].to(device, torch.int64), first_target=first))
+            for ids, first in ((with_bos, 2), (without, 1))
+        ]
+    return losses[0] < losses[1]
 
 
 def check_dense(perplexity: float, vocab_size: int) -> str | None:
-    """Judge the perplexity of a model that is not pruned yet.
+    """Judges the perplexity of a model that is not pruned yet.
 
     Args:
         perplexity: of the dense model.
-        vocab_size: of the model; guessing evenly has this perplexity.
+        vocab_size: of the model. Guessing evenly among all tokens has this perplexity.
 
     Returns:
-        One line of warning from a tenth of vocab_size on, else None.
+        A warning of one line if the perplexity is at least a tenth of vocab_size, else None.
 
     Raises:
         UserError: the perplexity is not finite.
@@ -101,7 +106,7 @@ def check_dense(perplexity: float, vocab_size: int) -> str | None:
 
 
 def check_tokens(model: nn.Module, tokens: Tensor) -> None:
-    """Refuse tokens that are not integer [S >= 1, L >= 2] within the model's vocabulary.
+    """Refuses tokens that are not integer [S >= 1, L >= 2] within the model's vocabulary.
 
     Raises:
         UserError: saying what was got.
@@ -116,24 +121,3 @@ def check_tokens(model: nn.Module, tokens: Tensor) -> None:
             f"token ids must be in [0, {vocab_size}), got {int(tokens.min())} to {int(tokens.max())}: "
             "was the text tokenised for this model?"
         )
-
-
-def _loss_sum(model: nn.Module, window: Tensor, *, first_target: int) -> float:
-    """Sum of the losses of window[first_target:] given what stands before each, window [L]."""
-    window = window.to(model.get_input_embeddings().weight.device, torch.int64)
-    logits = model(input_ids=window[None], use_cache=False).logits[0, first_target - 1 : -1]
-    targets = window[first_target:].to(logits.device)
-    chunks = zip(logits.split(_CHUNK), targets.split(_CHUNK), strict=True)
-    return sum(F.cross_entropy(x.float(), y, reduction="none").sum(dtype=torch.float64).item() for x, y in chunks)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, the mode that each module had before after it."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -19,9 +19,14 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_budgets
 from ..config import RESPONSES, PruneConfig
+from ..engine.accumulate import check_finite
+from ..engine.device import evaluating
 from ..engine.loop import PassSettings
+from ..engine.resident import ResidentEngine
 from ..errors import UserError
-from ..measure.statistics import Statistics, calibrate, unseen_layer
+from ..measure.statistics import Statistics, unseen_layer
+from ..measure.sums import StatisticsSums
+from ..methods.damping import damped_factor
 from ..model.targets import Target, check_model
 from . import check_linear, check_version, kept_of
 from ._budgets import refuse_bad
@@ -44,7 +49,6 @@ __all__ = ["FWandaModifier", "use_fwanda_kernels"]
 
 _CALIBRATED = ("frozen", "compressed", "decompressed")  # statuses of a quantised layer whose weight no longer changes
 _TEXT_KEYS = {"input_ids", "attention_mask", "labels", "loss_mask", "token_type_ids", "position_ids"}
-_DAMPING_RETRIES = 4
 
 check_version("llmcompressor", llmcompressor.__version__, "0.14", "0.14")
 if not hasattr(SparsityModifierBase, "on_calibration_start"):  # the host would never call the modifier
@@ -128,6 +132,7 @@ class FWandaModifier(SparsityModifierBase):
         with disable_offloading():
             targets = self._find_targets()
             check_model(state.model, targets, self._config)
+            check_finite(ResidentEngine(state.model, targets))
             self._budgets = self._measure_budgets(state.model, targets, state.data.calib)
         self._pending = {t.module: t for t in targets}
         self._inputs = {}
@@ -175,14 +180,13 @@ class FWandaModifier(SparsityModifierBase):
         _refuse_shared(model, targets)
         if not config.needs_budgets:
             return None
+        engine = ResidentEngine(model, targets, PassSettings(compile="off"))
         statistics = None
         if config.needs_fisher:
-            training = model.training
-            model.eval()
-            statistics = _calibrate(model, _windows(samples), targets, config.fisher)
-            model.train(training)
+            with evaluating(model):
+                statistics = _measure(engine, _windows(samples))
             statistics.check(targets, fisher=True)
-        return keep_budgets(config, targets, statistics)
+        return keep_budgets(config, engine, statistics)
 
     @torch.no_grad()
     def _prune(self, targets: list[Target]) -> None:
@@ -203,23 +207,20 @@ class FWandaModifier(SparsityModifierBase):
                 del self._pending[target.module], self._inputs[target.name]
 
 
-def _calibrate(model: nn.Module, windows: list[Tensor], targets: list[Target], fisher: str) -> Statistics:
-    """calibrate() over windows of any lengths: those of one length together, and the sums added."""
+def _measure(engine: ResidentEngine, windows: list[Tensor]) -> Statistics:
+    """Statistics over windows of any lengths: those of one length run together, and their sums are added."""
     by_length: dict[int, list[Tensor]] = {}
     for ids in windows:
         by_length.setdefault(len(ids), []).append(ids)
-    with warnings.catch_warnings():  # the other lengths may reach it; on_calibration_end() tells what nothing reached
+    modules = {target.name: target.module for target in engine.targets}
+    total = StatisticsSums(modules)
+    for ids in by_length.values():
+        sums = StatisticsSums(modules)
+        engine.measure(torch.stack(ids), sums, backward=True, label="calibrate (forward and backward)")
+        total.merge(sums.tensors())
+    with warnings.catch_warnings():  # on_calibration_end() names the modules that no token reached
         warnings.filterwarnings("ignore", ".* saw no calibration token")
-        total, *parts = [
-            calibrate(model, torch.stack(ids), targets, fisher=fisher, settings=PassSettings(compile="off"))
-            for ids in by_length.values()
-        ]
-    for part in parts:
-        for name in total.x2:
-            total.x2[name] += part.x2[name]
-            total.g2[name] += part.g2[name]
-            total.n_tokens[name] += part.n_tokens[name]
-    return total
+        return Statistics.of_sums(total.tensors(), engine.targets, fisher="empirical")
 
 
 def _windows(samples: Iterable) -> list[Tensor]:
@@ -362,21 +363,17 @@ def _sparsegpt_weight(
 
 def _host_factor(name: str, hessian: Tensor, damping: float) -> Tensor:
     """Upper Cholesky factor of the inverse of the damped Hessian, in the host's order of operations."""
-    for attempt in range(_DAMPING_RETRIES):
-        stronger = damping * 10**attempt
+
+    def factorise(stronger: float) -> Tensor | None:
         damped = hessian.clone()
         damped.diagonal().add_(stronger * hessian.diagonal().mean())
         try:
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-            factor = torch.linalg.cholesky(inverse, upper=True)
+            return torch.linalg.cholesky(inverse, upper=True)
         except torch.linalg.LinAlgError:
-            continue
-        if attempt:
-            warnings.warn(f"the Hessian of {name} needed a damping of {stronger:g}, not {damping:g}", stacklevel=2)
-        return factor
-    raise UserError(
-        f"the Hessian of {name} has no factor, even with a damping of {stronger:g}; use more calibration text"
-    )
+            return None
+
+    return damped_factor(name, factorise, damping)
 
 
 def _host_fraction(rows: int, cols: int, sparsity: float, block: int) -> Fraction:

@@ -1,8 +1,8 @@
-"""What each token of the calibration text means to the loss, for Hessians that weigh tokens.
+"""How much each token of the calibration text means to the loss, for Hessians that weigh tokens.
 
-SparseGPT's Hessian sum_t x_t x_t^T counts an error at every token alike. To second order an error e_t at the outputs of
-a matrix changes the loss by (g_t . e_t)^2 / 2, so tokens with large gradients count more. Inside a group of an N:M
-pattern this acts where a factor for each row cancels.
+SparseGPT's Hessian sum_t x_t x_t^T counts an error at every token alike. To second order, an error e_t at the outputs
+of a matrix changes the loss by (g_t . e_t)^2 / 2, so tokens with large gradients count more. Inside a group of an n:m
+pattern, where a factor for a whole row cancels, this still has an effect.
 """
 
 from __future__ import annotations
@@ -12,91 +12,72 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..engine.loop import PassFacts, PassSettings, uncompiled
+from ..engine.loop import PassRecord
+from ..engine.resident import ResidentEngine
+from ..engine.resumable import Partial
 from ..errors import UserError
-from ..model.targets import Target, find_blocks
-from .statistics import OutputGradients, fisher_passes, frozen
+from ..model.targets import find_blocks
+from .sums import TokenSqGradSums
 
 
-class _Energies(OutputGradients):
-    """Keeps sum_i G_ti^2 of each token.
-
-    Attributes:
-        parts: name -> number of the call -> [T] fp32.
-    """
-
-    def clear(self) -> None:
-        self.parts: dict[str, dict[int, Tensor]] = {}
-
-    def add(self, name: str, call: int, gradient: Tensor) -> None:
-        self.parts.setdefault(name, {})[call] = gradient.flatten(0, -2).float().square().sum(1)
-
-
-def token_energies(
-    model: nn.Module,
+def measure_token_sq_grads(
+    engine: ResidentEngine,
     tokens: Tensor,
-    targets: Sequence[Target],
     *,
     fisher: str = "empirical",
     seed: int = 0,
-    settings: PassSettings | None = None,
-    progress: bool = True,
-) -> tuple[dict[str, Tensor], PassFacts]:
-    """|g_t|^2 = sum_i G_ti^2 at the outputs of each matrix, from one forward and one backward pass.
+    partial: Partial | None = None,
+) -> tuple[dict[str, Tensor], PassRecord]:
+    """Measures sum_i G_ti^2 at the outputs of each matrix, in one forward and one backward pass.
 
     Args:
-        model: a dense causal language model in eval mode; as before afterwards.
+        engine: of a dense model in eval mode.
         tokens: [S, L] int64 windows.
-        targets: its matrices.
-        fisher: "empirical" or "true", as calibrate().
+        fisher: "empirical" or "true", as measure_statistics().
         seed: of the labels that "true" draws.
-        settings: how the passes run; never compiled.
-        progress: show a bar.
+        partial: saves the sums about every minute, for an interrupted run.
 
     Returns:
-        name -> [S * L] fp32 in the order of the tokens, on the model's device; without an entry for a matrix of an
-        expert, which sees tokens in the order of their routes, or one that does not see each token once. And how the
-        passes ran.
+        name -> [S * L] fp32 in the order of the tokens, on the engine's device; and how the windows ran. A matrix of an
+        expert has no entry, since experts see tokens in the order of their routes, and neither has a matrix that does
+        not see each token once.
 
     Raises:
         UserError: the memory does not suffice, or a gradient is not finite.
     """
-    lists = _lists_in_blocks(model)
-    energies = _Energies({t.name: t.module for t in targets if t.slice_of is None and not t.name.startswith(lists)})
-    passes = fisher_passes(
-        model,
+    lists = _lists_in_blocks(engine.model)
+    modules = {t.name: t.module for t in engine.targets if t.slice_of is None and not t.name.startswith(lists)}
+    sums = TokenSqGradSums(modules)
+    passes = engine.measure(
         tokens,
-        {},
-        fisher=fisher,
-        seed=seed,
-        settings=uncompiled(settings or PassSettings(), "tokens are weighed"),
-        beside=energies,
-        progress=progress,
+        sums,
+        backward=True,
+        label_seed=seed if fisher == "true" else None,
+        label="calibrate (forward and backward)",
+        partial=partial,
     )
-    with torch.inference_mode(False), torch.enable_grad(), frozen(model, backward=True):
-        _, facts = passes.run()
-    found = {name: torch.cat([parts[call] for call in sorted(parts)]) for name, parts in energies.parts.items()}
-    if found and not bool(torch.stack([energy.sum().isfinite() for energy in found.values()]).all()):
+    token_sq_grads = sums.tensors()
+    if token_sq_grads and not bool(torch.stack([g.sum().isfinite() for g in token_sq_grads.values()]).all()):
         raise UserError("gradients have NaN or inf values; the model overflows on the calibration text")
-    return {name: energy for name, energy in found.items() if len(energy) == tokens.numel()}, facts
+    return {name: g for name, g in token_sq_grads.items() if len(g) == tokens.numel()}, passes
 
 
 def _lists_in_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the names of what lies in a list, as experts do that are not slices of one parameter."""
+    """Prefixes of the names of modules that lie in a list, as experts do that are not slices of one parameter."""
     path, _ = find_blocks(model)
     return tuple(f"{n}." for n, module in model.named_modules() if n != path and isinstance(module, nn.ModuleList))
 
 
-def token_weights(energies: Sequence[Tensor], power: float) -> Tensor:
-    """|g_t|^power with a mean of 1, g_t over all matrices with one input; all 1 where no token has one.
+def token_weights(token_sq_grads: Sequence[Tensor], power: float) -> Tensor:
+    """|g_t|^power scaled to a mean of 1, where g_t joins the gradients of all matrices with one input.
 
     Args:
-        energies: [T] fp32 for each matrix, |g_t|^2 at its outputs, finite.
+        token_sq_grads: [T] fp32 for each of these matrices, |g_t|^2 at its outputs, finite.
         power: p.
 
     Returns:
-        [T] fp32.
+        [T] fp32; all 1 where no token has a gradient.
     """
-    energy = torch.stack(tuple(energies)).sum(0)
-    weights = (energy / energy.mean().clamp(min=torch.finfo(energy.dtype).tiny)) ** (power / 2)
-    return torch.where(energy.max() > 0, weights / weights.mean(), 1.0)
+    squares = torch.stack(tuple(token_sq_grads)).sum(0)
+    weights = (squares / squares.mean().clamp(min=torch.finfo(squares.dtype).tiny)) ** (power / 2)
+    return torch.where(squares.max() > 0, weights / weights.mean(), 1.0)

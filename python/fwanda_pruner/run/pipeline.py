@@ -1,4 +1,7 @@
-"""prune(), collect() and evaluate_model(): the stages in order, and the facts they leave behind."""
+"""One run, from a dense model and a text to a pruned model and its record.
+
+text -> windows -> engine -> sums -> budgets or masks -> block loop -> record
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,33 @@ import math
 import resource
 import warnings
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..allocate import choose
-from ..allocate.budgets import Factors, count_floored_rows, keep_budgets, threshold_budgets
-from ..allocate.masks import masked_loss, masks_of, mean_loss
-from ..allocate.response import ROUNDS, respond
-from ..config import PASS_SETTINGS, TEXT_NUMBERS, PruneConfig
-from ..engine.device import device_rules, model_device
-from ..engine.loop import PassSettings
+from ..allocate.budgets import count_floored_rows, keep_budgets
+from ..allocate.choose import Choice, choose
+from ..allocate.masks import masks_of
+from ..config import PruneConfig, settings_of
+from ..engine.accumulate import WeightCounts, check_finite, count_weights, count_zeros, fingerprint
+from ..engine.device import device_rules, evaluating, model_device
+from ..engine.loop import PassRecord, PassSettings
+from ..engine.resident import ResidentEngine
 from ..errors import UserError
-from ..evaluate import perplexity as evaluate
-from ..measure.statistics import Statistics, calibrate, fingerprint
-from ..measure.token_weights import token_energies
-from ..methods.prune import Job, prune_targets
-from ..model.experts import run_split
-from ..model.targets import Skipped, Target, check_model, find_blocks, find_targets, select_targets
+from ..evaluate.perplexity import check_dense, perplexity
+from ..measure.statistics import Statistics, measure_statistics
+from ..measure.token_weights import measure_token_sq_grads
+from ..methods.block_loop import prune_blocks
+from ..methods.job import Inputs
+from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
 from ..report.record import MatrixRow, Report, versions
-from ..text import windows as data
+from ..text.windows import tokens_sha256
+from . import codecs
 from .energy import EnergyMeter
-from .stage import Stages
+from .stage import StageName, Stages
 from .state import RunState
-from .texts import Texts, protocol, with_sources
-
-_TEXT_SETTINGS = ("calibration", *TEXT_NUMBERS)
+from .texts import HeldOut, Sources, Texts, protocol, read_texts, sources_of, with_sources
 
 
 def prune(
@@ -46,7 +50,7 @@ def prune(
     progress: bool = True,
     **settings,
 ) -> Report:
-    """Prune a causal language model in place.
+    """Prunes a causal language model in place.
 
     Args:
         model: a Hugging Face causal language model with floating-point weights, on the device to work on.
@@ -55,12 +59,12 @@ def prune(
         statistics: of this dense model, from collect(); the forward and backward pass is then left out.
         calibration: overrides config.calibration; may be token ids [S, L] int64, used as they are.
         eval: overrides config.eval; may be token ids [S, L] int64.
-        state: keeps finished stages, and those that an interrupted run kept are not done again.
+        state: keeps finished stages, so that an interrupted run does not repeat them.
         progress: show bars, where standard error is a terminal.
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
 
     Returns:
-        The report of the run; save it with the model by save_pruned().
+        The record of the run; save it with the model by save_pruned().
 
     Raises:
         UserError: a setting, the text or the model does not allow it; the message is one line.
@@ -68,30 +72,148 @@ def prune(
     """
     if config is not None and settings:
         raise TypeError(f"give either config or settings, got both (settings: {', '.join(settings)})")
-    config = config or PruneConfig.from_dict(settings)
-    stages = Stages()
-    with stages.noting(), evaluate.evaluating(model), device_rules(model, config):
-        run = _Run(config, model, tokenizer, calibration, eval, statistics, stages, progress, state)
-        return run.prune()
+    report, _ = run_prune(
+        model,
+        tokenizer,
+        config=config or PruneConfig.from_dict(settings),
+        statistics=statistics,
+        calibration=calibration,
+        eval=eval,
+        state=state,
+        progress=progress,
+    )
+    return report
+
+
+def run_prune(
+    model: nn.Module,
+    tokenizer,
+    *,
+    config: PruneConfig,
+    statistics: Statistics | None = None,
+    calibration: str | Tensor | None = None,
+    eval: str | Tensor | None = None,
+    state: RunState | None = None,
+    progress: bool = True,
+    choice: Choice | None = None,
+) -> tuple[Report, Choice | None]:
+    """prune(), for callers that run several settings with the same masks.
+
+    Args:
+        choice: what the search of "response" or "auto" chose in an earlier run on the same text; it is not repeated.
+
+    Returns:
+        The record, and what the search chose; None without a search.
+
+    Raises:
+        UserError: as prune().
+    """
+    device = model_device(model)
+    stage = Stages(state or RunState(), device)
+    with stage.noting(), evaluating(model), device_rules(model, config):
+        config = with_sources(config, calibration, eval, statistics)
+        sources = sources_of(config, calibration, eval, statistics)
+        targets, skipped = plan(model, config)
+        engine = ResidentEngine(model, targets, PassSettings.of(config), progress=progress)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        _check_given(config, model, statistics)
+        _identify(state, stage, config, engine, sources, statistics)
+        measures = config.reads_statistics and statistics is None
+        texts = stage(
+            StageName.TEXT,
+            lambda: read_texts(
+                config,
+                model,
+                tokenizer,
+                sources,
+                calibration=config.runs_blocks or config.responds or measures,
+                held_out=config.checks or (config.responds and choice is None),
+            ),
+            codecs.TEXTS,
+        )
+        dense = _dense_perplexity(stage, engine, texts)
+        with stage.metered(EnergyMeter(device, config.energy)) as energy:
+            statistics, passes = _statistics(stage, engine, config, texts, statistics)
+            choice = choice or _choice(stage, engine, config, texts, statistics)
+            settled = config if choice is None else choice.apply(config)
+            scales = None if choice is None else choice.scales
+            budgets = None
+            if settled.needs_budgets:
+                budgets = stage(
+                    StageName.BUDGETS,
+                    lambda: keep_budgets(settled, engine, statistics, scales),
+                    codecs.budgets_codec(device),
+                )
+            check = _wanda_loss(stage, engine, config, texts.held_out, statistics)
+            token_sq_grads = None
+            if config.weighs_tokens:
+                token_sq_grads, passes = _token_sq_grads(stage, engine, config, texts)
+            inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads)
+            rows, row_histogram = stage(
+                StageName.PRUNE,
+                lambda: prune_blocks(engine, settled, inputs, stage.steps(StageName.PRUNE, codecs.BLOCK)),
+            )
+            check = _compare(stage, engine, config, texts.held_out, check)
+        pruned = None
+        if texts.evaluation is not None:
+            pruned = stage(StageName.EVAL_PRUNED, partial(_perplexity, engine, texts.evaluation, "pruned perplexity"))
+        counts = count_weights(engine)
+        report = Report(
+            config={
+                "model": model.config.name_or_path,
+                **config.to_dict(),
+                "chosen": None if choice is None else choice.to_dict(),
+                "device": str(device),
+                "dtype": str(targets[0].module.weight.dtype).removeprefix("torch."),
+            },
+            matrices=[*rows, *map(_skipped_row, skipped)],
+            block_parameters=counts.block_parameters,
+            model_parameters=counts.parameters,
+            model_zeros=counts.zeros,
+            perplexity=None
+            if texts.evaluation is None
+            else {"dense": dense, "pruned": pruned, **protocol(texts.evaluation, texts.bos, tokenizer)},
+            seconds=dict(stage.seconds),
+            peak_memory_bytes=_peak_memory(stage, device),
+            energy=energy.result,
+            energy_details=energy.to_dict(),
+            versions=versions(device),
+            tokens_sha256=_calibration_sha256(texts, statistics),
+            bos=texts.bos,
+            warnings=list(stage.notes),
+            omega_floored_rows=count_floored_rows(statistics) if _uses_floor(settled, scales) else None,
+            check=check,
+            passes=None if passes is None else asdict(passes),
+            row_histogram=row_histogram,
+        )
+    return report, choice
 
 
 def collect(
     model: nn.Module, tokenizer=None, *, config: PruneConfig, calibration=None, progress: bool = True
 ) -> Statistics:
-    """Statistics for any sparsity, pattern and allocation of wanda and fwanda, from one forward and backward pass.
+    """Measures statistics for any sparsity, pattern and allocation of wanda and fwanda.
+
+    One forward and one backward pass over the text serve them all.
 
     Args:
-        model, tokenizer, config, calibration, progress: as prune(); of the config the settings of the text, of fisher
-            and of the passes count.
+        model, tokenizer, config, calibration, progress: as prune(). Of the settings those of the text, of the Fisher
+            information and of the passes count.
 
     Raises:
         UserError: as prune().
     """
-    stages = Stages()
-    kept = ("fisher", "bos", *_TEXT_SETTINGS, *PASS_SETTINGS)
-    text = PruneConfig(**{name: getattr(config, name) for name in kept})
-    with stages.noting(), evaluate.evaluating(model), device_rules(model, text):
-        return _Run(text, model, tokenizer, calibration, None, None, stages, progress).collect()
+    names = settings_of("text", "bos", "fisher", "passes")
+    config = PruneConfig(**{name: getattr(config, name) for name in names})
+    stage = Stages(RunState(), model_device(model))
+    with stage.noting(), evaluating(model), device_rules(model, config):
+        config = with_sources(config, calibration, None, None)
+        targets, _ = plan(model, config)
+        engine = ResidentEngine(model, targets, PassSettings.of(config), progress=progress)
+        sources = sources_of(config, calibration, None, None)
+        texts = read_texts(config, model, tokenizer, sources, calibration=True)
+        return _measured(stage, engine, config, texts, config.fisher)
 
 
 def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:
@@ -110,18 +232,18 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
     Raises:
         UserError: as prune().
     """
-    stages = Stages()
-    with stages.noting(), evaluate.evaluating(model):
-        run = _Run(config, model, tokenizer, None, None, None, stages, progress)
-        windows = run.texts.read(calibration=False)
-        value = run.perplexity(windows, "model")
-    return {
-        **({} if windows is None else {"perplexity": value, **protocol(windows, run.texts.bos, tokenizer)}),
-        "sparsity": {
-            "matrices": _zero_share([t.weight for t in run.targets]),
-            "model": _zero_share(list(model.parameters())),
-        },
-    }
+    stage = Stages(RunState(), model_device(model))
+    with stage.noting(), evaluating(model):
+        config = with_sources(config, None, None, None)
+        targets, _ = plan(model, config)
+        engine = ResidentEngine(model, targets, progress=progress)
+        sources = sources_of(config, None, None, None)
+        texts = read_texts(config, model, tokenizer, sources, calibration=False)
+        found: dict = {}
+        if texts.evaluation is not None:
+            value = _perplexity(engine, texts.evaluation, "model perplexity")
+            found = {"perplexity": value, **protocol(texts.evaluation, texts.bos, tokenizer)}
+        return found | {"sparsity": _zero_shares(count_weights(engine))}
 
 
 def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skipped]]:
@@ -134,335 +256,189 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
         raise UserError("the model is a wrapper of torch.compile; give the model itself, model._orig_mod")
     if config.nm and not config.responds and config.method == "fwanda":
         warnings.warn(
-            f"fwanda under {config.pattern} is exactly wanda's {config.pattern}: a factor for each row cancels inside "
-            f"a group; --allocation response acts there",
+            f"row budgets have no effect inside an n:m group, so fwanda with {config.pattern} equals wanda with "
+            f"{config.pattern}; --allocation response also weighs columns and differs",
             stacklevel=2,
         )
     if config.weighs_tokens and config.allocation != "uniform":
-        warnings.warn(f"--allocation {config.allocation} divides nothing under {config.pattern}", stacklevel=2)
+        warnings.warn(f"--allocation {config.allocation} has no effect with --pattern {config.pattern}", stacklevel=2)
     targets, skipped = select_targets(*find_targets(model), config)
     check_model(model, targets, config)
+    check_finite(ResidentEngine(model, targets))
     return targets, skipped
 
 
-class _Run:
-    """One call of prune(), collect() or evaluate_model()."""
+def _check_given(config: PruneConfig, model: nn.Module, statistics: Statistics | None) -> None:
+    """Refuses given statistics that the run cannot use.
 
-    def __init__(
-        self, config: PruneConfig, model, tokenizer, calibration, eval, statistics, stages, progress: bool, state=None
-    ):
-        self.config = with_sources(config, calibration, eval, statistics)
-        self.texts = Texts(self.config, model, tokenizer, calibration, eval, stages)
-        self.model, self.given = model, statistics
-        self.stages, self.progress = stages, progress
-        self.state: RunState = state or RunState()
-        self.state.notes = stages.notes
-        self.device = stages.device = model_device(model)
-        self.chosen: dict | None = None
-        self.factors: Factors | None = None
-        self.passes: dict | None = None
-        self.targets, self.skipped = plan(model, self.config)
-
-    def prune(self) -> Report:
-        config = self.config
-        self._check_given()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self.state.identify(self._identity())
-        if self.state.resumed:
-            self.stages.notes.append("resumed: seconds and energy are those of the last part")
-        measures = config.reads_statistics and self.given is None
-        calibration = config.runs_blocks or config.responds or measures
-        windows = self.texts.recalled(self.state, calibration=calibration)
-        dense = self._dense_perplexity(windows)
-        if dense is not None:
-            note = evaluate.check_dense(dense, self.model.config.get_text_config().vocab_size)
-            if note:
-                warnings.warn(note, stacklevel=2)
-        with EnergyMeter(self.device, protocol=self.config.energy) as energy, self._split_experts():
-            self.stages.meter = energy
-            statistics, budgets = self._statistics(), None
-            config = self._settled(statistics)
-            if config.needs_budgets:
-                with self.stages.timed("budgets"):
-                    budgets = self._budgets(config, statistics)
-            check = self._check_begins(config, statistics)
-            energies = self._energies() if config.weighs_tokens else None
-            with self.stages.timed("prune"):
-                rows = prune_targets(
-                    Job(
-                        config=config,
-                        model=self.model,
-                        targets=self.targets,
-                        tokens=self.texts.tokens,
-                        statistics=statistics,
-                        budgets=budgets,
-                        factors=self.factors,
-                        energies=energies,
-                        progress=self.progress,
-                        state=self.state,
-                    )
-                )
-            if check is not None:
-                self._check_ends(check)
-        self.stages.meter = None
-        pruned = self.perplexity(windows, "pruned")
-        return self._report(config, rows, statistics, windows, dense, pruned, energy, check)
-
-    def _identity(self) -> dict:
-        """What a run and the one that goes on with it must have in common."""
-        given = None if self.given is None else self.given.fingerprint()
-        facts = {"statistics": given, "weights": fingerprint(self.targets)}
-        return {**facts, **self.config.to_dict(), **self.texts.identity(), **versions(self.device)}
-
-    def _dense_perplexity(self, windows: Tensor | None) -> float | None:
-        if windows is None:
-            return None
-        if (kept := self.state.recall("dense")) is not None:
-            return kept[1]["perplexity"]
-        dense = self.perplexity(windows, "dense")
-        self.state.keep("dense", {}, {"perplexity": dense})
-        return dense
-
-    def _settled(self, statistics: Statistics | None) -> PruneConfig:
-        """The config with the allocation that is found best; the losses that decide go into the report.
-
-        Under "response" that is itself, with self.factors; under "auto" it can be another.
-        """
-        config = self.config
-        if not config.responds:
-            return config
-        found = choose.candidates(config)
-        if (kept := self.state.recall("chosen")) is not None:
-            tensors, self.chosen = kept
-            if tensors:
-                self.factors = Factors.of_tensors(tensors, self.device)
-        else:
-            with self.stages.timed("choose"):
-                self.chosen, self.factors = self._choose(statistics, found)
-            self.state.keep("chosen", self.factors.tensors() if self.factors else {}, self.chosen)
-            for index in range(ROUNDS):
-                self.state.forget(f"round-{index}")
-        if self.factors is None:
-            return found[self.chosen["name"]]
-        return replace(found[self.chosen["start"]], allocation="response")
-
-    def _choose(self, statistics: Statistics, found: dict[str, PruneConfig]) -> tuple[dict, Factors | None]:
-        """{"name": the best, "start": what the rounds begin with, "losses"}; and the factors if a round is best."""
-        held_out, unread = self.texts.held_out
-        if not unread:
-            warnings.warn(
-                "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
-            )
-        losses = choose.try_masks(self.model, held_out, self.targets, statistics, found, progress=self.progress)
-        start = min((name for name in losses if found[name].allocation == "global"), key=losses.get)
-        factors = None
-        if math.isfinite(losses[start]):
-            factors, rounds = respond(
-                self.model,
-                self.texts.tokens,
-                held_out,
-                self.targets,
-                statistics,
-                found[start],
-                losses[start],
-                settings=PassSettings.of(self.config),
-                state=self.state,
-                progress=self.progress,
-            )
-            losses |= rounds
-        name = choose.best(losses)
-        chosen = {"name": name, "start": start, "losses": {k: v for k, v in losses.items() if math.isfinite(v)}}
-        return chosen, None if name in found else factors
-
-    def _check_begins(self, config: PruneConfig, statistics: Statistics | None) -> dict | None:
-        """The loss of Wanda's masks on held-out text, before anything is pruned; None where there is no check."""
-        if not config.checks:
-            return None
-        if (kept := self.state.recall("check")) is not None:
-            return kept[1]
-        with self.stages.timed("check"):
-            try:
-                tokens, unread = self.texts.held_out
-            except UserError as error:
-                warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
-                return None
-            masks = masks_of(replace(config, method="fwanda", allocation="uniform"), self.targets, statistics)
-            loss = masked_loss(self.model, tokens, self.targets, masks)
-        check = {"wanda": loss if math.isfinite(loss) else None, "held_out": unread}
-        self.state.keep("check", {}, check)
-        return check
-
-    def _check_ends(self, check: dict) -> None:
-        """Add the loss of the pruned model, and warn where Wanda's is lower."""
-        check["pruned"] = None
-        with self.stages.timed("check"):
-            try:
-                loss = mean_loss(self.model, self.texts.held_out[0])
-            except UserError as error:  # of the text, which an interrupted run could still read
-                warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
-                return
-        check["pruned"] = loss if math.isfinite(loss) else None
-        if check["wanda"] is not None and loss > check["wanda"]:
-            where = "held-out calibration text" if check["held_out"] else "calibration text"
-            advice = "" if self.config.responds else "; try --allocation auto"
-            warnings.warn(
-                f"worse than Wanda on {where}: a loss of {loss:.3f}, where Wanda's masks give "
-                f"{check['wanda']:.3f}{advice}",
-                stacklevel=2,
-            )
-
-    def _budgets(self, config: PruneConfig, statistics: Statistics | None) -> dict[str, Tensor]:
-        if (kept := self.state.recall("budgets")) is not None:
-            return {name: budget.to(self.device) for name, budget in kept[0].items()}
-        if self.factors is None:
-            budgets = keep_budgets(config, self.targets, statistics)
-        else:
-            budgets = threshold_budgets(config, self.targets, statistics, self.factors)
-        self.state.keep("budgets", budgets)
-        return budgets
-
-    def collect(self) -> Statistics:
-        self.texts.read(calibration=True)
-        with self._split_experts():
-            return self._calibrated(self.config.fisher)
-
-    def _split_experts(self):
-        return run_split(t.slice_of.experts for t in self.targets if t.slice_of is not None)
-
-    def _check_given(self) -> None:
-        config = self.config
-        if self.given is None:
-            return
-        if not config.reads_statistics:
-            raise UserError(
-                f"--method {config.method} in --order {config.order} uses no statistics; leave --statistics out"
-            )
-        if config.needs_fisher and self.given.fisher not in (None, config.fisher):
-            raise UserError(
-                f"--fisher {config.fisher} contradicts the statistics, which are of --fisher {self.given.fisher}; "
-                f"leave --fisher out, or measure others by fwanda calibrate"
-            )
-        self.given.check(find_targets(self.model)[0], fisher=config.needs_fisher)
-        if self.given.bos is not None:
-            if self.texts.bos not in (None, self.given.bos):
-                raise UserError(f"--bos {config.bos} contradicts the statistics, which were measured otherwise")
-            self.texts.bos = self.given.bos
-
-    def _statistics(self) -> Statistics | None:
-        """The given statistics, or those that the method needs, or None."""
-        config = self.config
-        if self.given is not None:
-            if self.texts.tokens is not None and data.tokens_sha256(self.texts.tokens) != self.given.tokens_sha256:
-                warnings.warn("the statistics were measured on another text than --calibration", stacklevel=2)
-            return self.given.to(self.device)
-        if not config.reads_statistics:
-            return None
-        return self._calibrated(config.fisher if config.needs_fisher else None)
-
-    def _calibrated(self, fisher: str | None) -> Statistics:
-        if (kept := self.state.recall("statistics")) is not None:
-            statistics = Statistics.of_parts(*kept).to(self.device)
-            self.passes = statistics.passes
-            return statistics
-        with self.stages.timed("calibrate"):
-            statistics = calibrate(
-                self.model,
-                self.texts.tokens,
-                self.targets,
-                fisher=fisher,
-                seed=self.config.seed,
-                settings=PassSettings.of(self.config),
-                state=self.state,
-                progress=self.progress,
-            )
-            statistics.check(self.targets, fisher=fisher is not None)
-        self.passes = statistics.passes
-        statistics.tokens_sha256, statistics.bos = data.tokens_sha256(self.texts.tokens), self.texts.bos
-        statistics.text = {k: getattr(self.config, k) for k in _TEXT_SETTINGS}
-        self.state.keep("statistics", *statistics.parts())
-        self.state.forget("calibration")
-        return statistics
-
-    def _energies(self) -> dict[str, Tensor]:
-        if (kept := self.state.recall("energies")) is not None:
-            energies, self.passes = kept
-            return {name: energy.to(self.device) for name, energy in energies.items()}
-        with self.stages.timed("calibrate"):
-            energies, facts = token_energies(
-                self.model,
-                self.texts.tokens,
-                self.targets,
-                fisher=self.config.fisher,
-                seed=self.config.seed,
-                settings=PassSettings.of(self.config),
-                progress=self.progress,
-            )
-        self.passes = asdict(facts)
-        self.state.keep("energies", energies, self.passes)
-        return energies
-
-    def perplexity(self, windows: Tensor | None, label: str) -> float | None:
-        if windows is None:
-            return None
-        with self.stages.timed(f"eval_{label}"):
-            return evaluate.perplexity(self.model, windows, progress=self.progress, label=f"{label} perplexity")
-
-    def _report(self, config: PruneConfig, rows, statistics, windows, dense, pruned, energy, check) -> Report:
-        parameters = list(self.model.parameters())
-        perplexity = None
-        if windows is not None:
-            perplexity = {"dense": dense, "pruned": pruned, **protocol(windows, self.texts.bos, self.texts.tokenizer)}
-        tokens_sha256 = statistics.tokens_sha256 if statistics is not None else None
-        if self.texts.tokens is not None:
-            tokens_sha256 = data.tokens_sha256(self.texts.tokens)
-        uses_floor = config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
-        uses_floor &= self.factors is None
-        return Report(
-            config={
-                "model": self.model.config.name_or_path,
-                **self.config.to_dict(),
-                "chosen": self.chosen,
-                "device": str(self.device),
-                "dtype": str(self.targets[0].weight.dtype).removeprefix("torch."),
-            },
-            matrices=[_located(row, t) for row, t in zip(rows, self.targets, strict=True)]
-            + [_skipped_row(item) for item in self.skipped],
-            block_parameters=sum(p.numel() for p in find_blocks(self.model)[1].parameters()),
-            model_parameters=sum(p.numel() for p in parameters),
-            model_zeros=sum(p.numel() - int(torch.count_nonzero(p)) for p in parameters),
-            perplexity=perplexity,
-            seconds=dict(self.stages.seconds),
-            peak_memory_bytes=self._peak_memory(),
-            energy=energy.result,
-            energy_details=energy.to_dict(),
-            versions=versions(self.device),
-            tokens_sha256=tokens_sha256,
-            bos=self.texts.bos,
-            warnings=list(self.stages.notes),
-            omega_floored_rows=count_floored_rows(statistics, self.targets) if uses_floor else None,
-            check=check,
-            passes=self.passes,
+    Raises:
+        UserError: saying why.
+    """
+    if statistics is None:
+        return
+    if not config.reads_statistics:
+        raise UserError(
+            f"--method {config.method} in --order {config.order} uses no statistics; leave --statistics out"
         )
+    if config.needs_fisher and statistics.fisher not in (None, config.fisher):
+        raise UserError(
+            f"--fisher {config.fisher} contradicts the statistics, which are of --fisher {statistics.fisher}; "
+            f"leave --fisher out, or measure others by fwanda calibrate"
+        )
+    targets, _ = find_targets(model)
+    weights = fingerprint(ResidentEngine(model, targets))
+    statistics.check(targets, fisher=config.needs_fisher, weights=weights)
 
-    def _peak_memory(self) -> int:
-        if self.device.type == "cuda":
-            return self.stages.peak_bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def _identify(
+    state: RunState | None, stage: Stages, config, engine, sources: Sources, statistics: Statistics | None
+) -> None:
+    """Says what a run and the one that resumes it must have in common."""
+    if state is None:
+        return
+    values = {"statistics": None if statistics is None else statistics.fingerprint(), "weights": fingerprint(engine)}
+    state.identify({**values, **config.to_dict(), **sources.identity(), **versions(engine.device)})
+    if state.resumed:
+        stage.notes.append("resumed: seconds and energy are those of the last part")
 
 
-def _located(row: MatrixRow, target: Target) -> MatrixRow:
-    """The row with the place of a matrix that is one slice of a tensor."""
-    if target.slice_of is None:
-        return row
-    return replace(row, tensor=target.slice_of.parameter, index=target.slice_of.index)
+def _dense_perplexity(stage: Stages, engine: ResidentEngine, texts: Texts) -> float | None:
+    if texts.evaluation is None:
+        return None
+    dense = stage(
+        StageName.EVAL_DENSE, partial(_perplexity, engine, texts.evaluation, "dense perplexity"), codecs.NUMBER
+    )
+    note = check_dense(dense, engine.model.config.get_text_config().vocab_size)
+    if note:
+        warnings.warn(note, stacklevel=2)
+    return dense
+
+
+def _perplexity(engine: ResidentEngine, windows: Tensor, label: str) -> float:
+    return perplexity(engine.model, windows, progress=engine.progress, label=label)
+
+
+def _statistics(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, given: Statistics | None
+) -> tuple[Statistics | None, PassRecord | None]:
+    """The given statistics, or those that the method needs, or None; and how their windows ran in this run."""
+    if given is not None:
+        if texts.calibration is not None and tokens_sha256(texts.calibration) != given.tokens_sha256:
+            warnings.warn("the statistics were measured on another text than --calibration", stacklevel=2)
+        return given.to(engine.device), None
+    if not config.reads_statistics:
+        return None, None
+    statistics = _measured(stage, engine, config, texts, config.fisher if config.needs_fisher else None)
+    return statistics, PassRecord(**statistics.passes)
+
+
+def _measured(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, fisher: str | None
+) -> Statistics:
+    def compute() -> Statistics:
+        statistics = measure_statistics(
+            engine, texts.calibration, fisher=fisher, seed=config.seed, partial=stage.partial(StageName.CALIBRATE)
+        )
+        text = {name: getattr(config, name) for name in settings_of("text")}
+        return replace(statistics, tokens_sha256=tokens_sha256(texts.calibration), bos=texts.bos, text=text)
+
+    return stage(StageName.CALIBRATE, compute, codecs.statistics_codec(engine.device))
+
+
+def _token_sq_grads(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts
+) -> tuple[dict[str, Tensor], PassRecord]:
+    return stage(
+        StageName.CALIBRATE,
+        lambda: measure_token_sq_grads(
+            engine,
+            texts.calibration,
+            fisher=config.fisher,
+            seed=config.seed,
+            partial=stage.partial(StageName.CALIBRATE),
+        ),
+        codecs.token_sq_grads_codec(engine.device),
+    )
+
+
+def _choice(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, statistics: Statistics | None
+) -> Choice | None:
+    """What the search of the allocation chose; None where the settings name one."""
+    if not config.responds:
+        return None
+    if not texts.held_out.unread:
+        warnings.warn(
+            "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
+        )
+    rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
+    return stage(
+        StageName.CHOOSE,
+        lambda: choose(engine, texts.calibration, texts.held_out.tokens, statistics, config, rounds=rounds),
+        codecs.choice_codec(engine.device),
+    )
+
+
+def _wanda_loss(
+    stage: Stages,
+    engine: ResidentEngine,
+    config: PruneConfig,
+    held_out: HeldOut | None,
+    statistics: Statistics | None,
+) -> float | None:
+    """The loss of Wanda's masks on held-out text, before anything is pruned; None where it is not compared."""
+    if not config.checks or held_out is None:
+        return None
+    wanda = replace(config, method="fwanda", allocation="uniform")
+    return stage(
+        StageName.CHECK,
+        lambda: engine.mean_loss(held_out.tokens, masks_of(wanda, engine, statistics)),
+        codecs.NUMBER,
+    )
+
+
+def _compare(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, held_out: HeldOut | None, wanda: float | None
+) -> dict | None:
+    """Report.check: the losses of the pruned model and of Wanda's masks. Warns where Wanda's is lower."""
+    if wanda is None:
+        return None
+    pruned = stage(StageName.CHECK, lambda: engine.mean_loss(held_out.tokens))
+    if math.isfinite(wanda) and pruned > wanda:
+        where = "held-out calibration text" if held_out.unread else "calibration text"
+        advice = "" if config.responds else "; try --allocation auto"
+        warnings.warn(
+            f"worse than Wanda on {where}: a loss of {pruned:.3f}, where Wanda's masks give {wanda:.3f}{advice}",
+            stacklevel=2,
+        )
+    finite = [loss if math.isfinite(loss) else None for loss in (pruned, wanda)]
+    return {"wanda": finite[1], "held_out": held_out.unread, "pruned": finite[0]}
+
+
+def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | None:
+    if texts.calibration is not None:
+        return tokens_sha256(texts.calibration)
+    return None if statistics is None else statistics.tokens_sha256
+
+
+def _uses_floor(config: PruneConfig, scales) -> bool:
+    """Whether omega is raised to a floor: in row budgets, and in F-SparseGPT's weights of rows."""
+    return scales is None and config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
 
 
 def _skipped_row(item: Skipped) -> MatrixRow:
     size = sum(p.numel() for p in item.parameters)
-    zeros = size - sum(int(torch.count_nonzero(p)) for p in item.parameters)
-    return MatrixRow(item.name, item.shape, size, size, zeros, skipped=item.reason)
+    return MatrixRow(item.name, item.shape, size, size, sum(count_zeros(item.parameters)), skipped=item.reason)
 
 
-def _zero_share(tensors: list[Tensor]) -> float:
-    return 1 - sum(int(torch.count_nonzero(t)) for t in tensors) / sum(t.numel() for t in tensors)
+def _zero_shares(counts: WeightCounts) -> dict[str, float]:
+    return {
+        "matrices": counts.target_zeros / counts.target_parameters,
+        "model": counts.zeros / counts.parameters,
+    }
+
+
+def _peak_memory(stage: Stages, device: torch.device) -> int:
+    if device.type == "cuda":
+        return stage.peak_bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

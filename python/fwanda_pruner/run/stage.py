@@ -1,18 +1,27 @@
-"""What the stages of a run cost, and what they warn of."""
+"""The stages of a run: what each costs, what it warns of, and what an interrupted run keeps of it.
+
+Nothing else in the package times a stage or resumes one.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from .energy import EnergyMeter
+from .state import RunState
+
+T = TypeVar("T")
+SAVE_SECONDS = 60  # between two saves of an unfinished stage
 
 
 class StageName(str, Enum):
@@ -30,38 +39,95 @@ class StageName(str, Enum):
     SAVE = "save"
 
 
-@dataclass
-class Stages:
-    """Seconds and energy of each stage, the peak of GPU memory, and the warnings met on the way."""
+@dataclass(frozen=True)
+class Codec(Generic[T]):
+    """How a result is stored: as named tensors and JSON values.
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int = 0
-    device: torch.device = torch.device("cpu")
-    meter: EnergyMeter | None = None
-    notes: list[str] = field(default_factory=list)
+    Attributes:
+        encode: result -> (tensors, values).
+        decode: (tensors on the CPU, values) -> result.
+    """
+
+    encode: Callable[[T], tuple[dict[str, Tensor], Any]]
+    decode: Callable[[dict[str, Tensor], Any], T]
+
+
+class Stages:
+    """Runs the stages of one run: `stage(name, compute, codec)`.
+
+    Args:
+        state: keeps the results of stages that have a codec.
+        device: where the run works; its queued work counts for the stage that queued it.
+
+    Attributes:
+        seconds: stage -> seconds.
+        peak_bytes: peak of the GPU memory over all stages.
+        notes: the warnings of the run.
+    """
+
+    def __init__(self, state: RunState, device: torch.device):
+        self.seconds: dict[str, float] = {}
+        self.peak_bytes = 0
+        self.notes = state.notes
+        self._state, self._device = state, device
+        self._meter: EnergyMeter | None = None
+
+    def __call__(self, name: StageName, compute: Callable[[], T], codec: Codec[T] | None = None) -> T:
+        """The result of a stage: from an interrupted run, or else computed, timed and kept.
+
+        Args:
+            name: of the stage; seconds of stages with the same name add up.
+            compute: computes the result.
+            codec: stores it; None: the stage is computed in every run.
+        """
+        if codec is not None and (saved := self._state.recall(name.value)) is not None:
+            return codec.decode(*saved)
+        with self._timed(name.value):
+            result = compute()
+        if codec is not None:
+            self._state.keep(name.value, *codec.encode(result))
+            self._state.forget_parts(name.value)
+        return result
+
+    def partial(self, name: StageName) -> _PartialStage:
+        """Where one long computation inside a stage saves its state, about every minute."""
+        return _PartialStage(self._state, f"{name.value}-part")
+
+    def steps(self, name: StageName, codec: Codec[T]) -> _StageSteps[T]:
+        """Where a stage of many steps keeps the result of each."""
+        return _StageSteps(self._state, name.value, codec)
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of the block to a stage, the device's queued work included."""
+    def metered(self, meter: EnergyMeter) -> Iterator[EnergyMeter]:
+        """Measures the energy of the stages inside the block."""
+        with meter:
+            self._meter = meter
+            try:
+                yield meter
+            finally:
+                self._meter = None
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with self.meter.phase(stage) if self.meter else nullcontext():
+            with self._meter.phase(name) if self._meter else nullcontext():
                 yield
         finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-                self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
-            self.seconds[stage] = round(self.seconds.get(stage, 0.0) + time.perf_counter() - start, 3)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+                self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._device))
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keep this package's warnings for the report; each is also shown, once."""
+        """Collects this package's warnings in `notes`, and shows each of them once."""
         package = str(Path(__file__).parents[1])
         with warnings.catch_warnings():
             warnings.simplefilter("always", UserWarning)
             show = warnings.showwarning
 
-            def keep(message, category, filename, lineno, file=None, line=None):
+            def note(message, category, filename, lineno, file=None, line=None):
                 ours = issubclass(category, UserWarning) and filename.startswith(package)
                 if ours and str(message) in self.notes:
                     return
@@ -69,5 +135,40 @@ class Stages:
                     self.notes.append(str(message))
                 show(message, category, filename, lineno, file, line)
 
-            warnings.showwarning = keep
+            warnings.showwarning = note
             yield
+
+
+class _PartialStage:
+    """See `engine.resumable.Partial`."""
+
+    def __init__(self, state: RunState, name: str):
+        self._state, self._name = state, name
+        self._saved_at = time.monotonic()
+
+    def load(self) -> tuple[dict[str, Tensor], dict] | None:
+        return self._state.recall(self._name)
+
+    def due(self) -> bool:
+        return time.monotonic() - self._saved_at >= SAVE_SECONDS
+
+    def save(self, tensors: dict[str, Tensor], values: dict) -> None:
+        self._state.keep(self._name, tensors, values)
+        self._saved_at = time.monotonic()
+
+
+class _StageSteps(Generic[T]):
+    """See `engine.resumable.Steps`."""
+
+    def __init__(self, state: RunState, name: str, codec: Codec[T]):
+        self._state, self._name, self._codec = state, name, codec
+
+    def load(self, index: int) -> T | None:
+        saved = self._state.recall(self._path(index))
+        return None if saved is None else self._codec.decode(*saved)
+
+    def save(self, index: int, result: T) -> None:
+        self._state.keep(self._path(index), *self._codec.encode(result))
+
+    def _path(self, index: int) -> str:
+        return f"{self._name}-{index:05d}"

@@ -18,7 +18,7 @@ from ..errors import UserError, one_line
 from ..formats.files import atomic_file, user_errors
 
 _FACTS, _SHA256 = "fwanda", "sha256"  # keys in the metadata of a stage file
-_OWN_NAMES = re.compile(r"lock|[a-z]+(-\d+)?\.safetensors|\..+\.tmp")  # the files that a run writes here
+_OWN_NAMES = re.compile(r"lock|[a-z_]+(-part|-\d+)?\.safetensors|\..+\.tmp")  # the files that a run writes here
 _RUN = "run"  # a stage without tensors, whose facts identify the run
 
 
@@ -137,10 +137,11 @@ class RunState:
         with atomic_file(self._path(stage)) as temporary:
             save_file(on_cpu, temporary, metadata={_FACTS: text, _SHA256: _hash(on_cpu, text)})
 
-    def forget(self, stage: str) -> None:
-        """Removes a stage that is no longer needed."""
+    def forget_parts(self, stage: str) -> None:
+        """Removes the parts of a stage, named `stage-...`, which the stage itself replaces."""
         if self.folder is not None:
-            self._path(stage).unlink(missing_ok=True)
+            for path in self.folder.glob(f"{stage}-*.safetensors"):
+                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Removes all stages and the folder. Call it when the run is finished."""

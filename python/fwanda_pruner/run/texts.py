@@ -1,29 +1,76 @@
-"""The calibration and the evaluation text of a run, as token ids under one BOS policy."""
+"""The texts of a run, as token ids: calibration, evaluation, and windows that calibration did not read."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor, nn
 
-from ..allocate import choose
-from ..config import TEXT_NUMBERS, PruneConfig
+from ..allocate.choose import HELD_OUT
+from ..config import PruneConfig, settings_of
 from ..errors import UserError
-from ..evaluate import perplexity as evaluate
+from ..evaluate.perplexity import check_tokens, choose_bos
 from ..measure.statistics import Statistics
 from ..model.targets import check_length
-from ..text import windows as data
 from ..text.sources import file_sha256
-from .stage import Stages
-from .state import RunState
+from ..text.windows import calibration_tokens, evaluation_tokens, held_out_tokens, tokens_sha256
 
-_TOKENS = "tokens"  # the source of text that came as token ids
+_TOKENS = "tokens"  # the source of text that was given as token ids
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the texts come from.
+
+    Attributes:
+        calibration, evaluation: a source by name, or token ids [S, L] int64; evaluation may be None.
+        bos: whether windows begin with BOS; None: decide by the loss of the dense model.
+    """
+
+    calibration: str | Tensor
+    evaluation: str | Tensor | None
+    bos: bool | None
+
+    def identity(self) -> dict[str, str | None]:
+        """Hashes that tell these texts from others."""
+        texts = {"calibration_sha256": self.calibration, "eval_sha256": self.evaluation}
+        return {
+            name: tokens_sha256(text) if isinstance(text, Tensor) else file_sha256(text) for name, text in texts.items()
+        }
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Windows for decisions and comparisons.
+
+    Attributes:
+        tokens: [S, L] int64.
+        unread: whether calibration has not read them. Otherwise they are its last windows.
+    """
+
+    tokens: Tensor
+    unread: bool
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a run reads; None where it reads nothing.
+
+    Attributes:
+        calibration, evaluation: [S, L] int64 windows on the CPU.
+        held_out: for the search of an allocation and the comparison with Wanda.
+        bos: whether windows begin with BOS; None until a text has decided it.
+    """
+
+    calibration: Tensor | None
+    evaluation: Tensor | None
+    held_out: HeldOut | None
+    bos: bool | None
 
 
 def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> PruneConfig:
-    """The config with the text that is really used, so that the report tells the truth.
+    """The settings with the text that is really used, so that the record tells the truth.
 
     Raises:
         UserError: token ids are not [S, L].
@@ -53,91 +100,105 @@ def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
             warnings.warn(f"--{name} {asked} has no effect: the statistics are of --{name} {value}", stacklevel=4)
 
 
+def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> Sources:
+    """The sources of a run.
+
+    Args:
+        config: from with_sources().
+        calibration, eval: token ids [S, L] int64; anything else: the text that the settings name.
+        statistics: given ones, whose windows began with BOS or not.
+
+    Raises:
+        UserError: --bos contradicts the statistics.
+    """
+    bos = {"none": False, "window": True}.get(config.bos)
+    if statistics is not None and statistics.bos is not None:
+        if bos not in (None, statistics.bos):
+            raise UserError(f"--bos {config.bos} contradicts the statistics, which were measured otherwise")
+        bos = statistics.bos
+    return Sources(
+        calibration if isinstance(calibration, Tensor) else config.calibration,
+        eval if isinstance(eval, Tensor) else config.eval,
+        bos,
+    )
+
+
+def read_texts(
+    config: PruneConfig,
+    model: nn.Module,
+    tokenizer,
+    sources: Sources,
+    *,
+    calibration: bool,
+    held_out: bool = False,
+) -> Texts:
+    """Tokenises the texts of a run. The first one decides about BOS where the settings leave it open.
+
+    Args:
+        config: from with_sources().
+        model, tokenizer: of the run.
+        sources: from sources_of().
+        calibration: whether to read the calibration text.
+        held_out: whether to read held-out windows.
+
+    Raises:
+        UserError: a text cannot be read, or its windows do not suit the model. If only the comparison with Wanda needs
+            held-out windows, that is a warning instead.
+    """
+    bos, tokens, windows, held = sources.bos, None, None, None
+    if calibration:
+        tokens, bos = _read_calibration(config, model, tokenizer, sources, bos)
+    if sources.evaluation is not None:
+        settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
+        windows, bos = _read(evaluation_tokens, sources.evaluation, model, tokenizer, bos, settings)
+    if held_out:
+        try:
+            held, bos = _read_held_out(config, model, tokenizer, sources, bos, tokens)
+        except UserError as error:
+            if config.responds:
+                raise
+            warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
+    return Texts(tokens, windows, held, bos)
+
+
+def _read_calibration(config: PruneConfig, model: nn.Module, tokenizer, sources: Sources, bos: bool | None):
+    settings = {name: getattr(config, name) for name in settings_of("text") if name != "calibration"}
+    return _read(calibration_tokens, sources.calibration, model, tokenizer, bos, settings)
+
+
+def _read(read, source: str | Tensor, model: nn.Module, tokenizer, bos: bool | None, settings: dict):
+    """Windows of one text, and whether they begin with BOS."""
+    check_length(model, settings["seqlen"])
+    decide = bos is None and not isinstance(source, Tensor)
+    tokens = read(source, tokenizer, bos=bool(bos), **settings)
+    if decide:
+        bos = tokens.shape[1] > 2 and choose_bos(model, tokenizer, tokens[0])
+        tokens = read(source, tokenizer, bos=True, **settings) if bos else tokens
+    check_tokens(model, tokens)
+    return tokens, bos
+
+
+def _read_held_out(
+    config: PruneConfig, model: nn.Module, tokenizer, sources: Sources, bos: bool | None, tokens: Tensor | None
+) -> tuple[HeldOut, bool | None]:
+    """Windows of the calibration text that calibration does not read, or else its last ones."""
+    if not isinstance(sources.calibration, Tensor):
+        settings = {name: getattr(config, name) for name in settings_of("text")}
+        source = settings.pop("calibration")
+        windows = held_out_tokens(source, tokenizer, **settings, bos=bool(bos), windows=HELD_OUT)
+        if windows is not None:
+            return HeldOut(windows, unread=True), bos
+    if tokens is None:
+        tokens, bos = _read_calibration(config, model, tokenizer, sources, bos)
+    return HeldOut(tokens[-HELD_OUT:], unread=False), bos
+
+
 def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
     """What makes two perplexities comparable: the windows [S, L], the BOS policy and the tokenizer."""
     return {
         "seqlen": windows.shape[1],
         "windows": windows.shape[0],
-        "tokens_sha256": data.tokens_sha256(windows),
+        "tokens_sha256": tokens_sha256(windows),
         "bos": bos,
         "tokenizer": None if tokenizer is None else type(tokenizer).__name__,
     }
-
-
-class Texts:
-    """What a run reads.
-
-    Args:
-        config: from with_sources().
-        model, tokenizer: of the run.
-        calibration, eval: token ids [S, L] int64; anything else: the text that the config names.
-        stages: the time of reading goes there.
-
-    Attributes:
-        tokens: the calibration windows [S, L] int64 on the CPU; None until they are read.
-        bos: whether windows begin with BOS; None until that is decided.
-    """
-
-    def __init__(self, config: PruneConfig, model: nn.Module, tokenizer, calibration, eval, stages: Stages):
-        self.config, self.model, self.tokenizer, self.stages = config, model, tokenizer, stages
-        self.calibration = calibration if isinstance(calibration, Tensor) else config.calibration
-        self.eval = eval if isinstance(eval, Tensor) else config.eval
-        self.tokens: Tensor | None = None
-        self.bos: bool | None = {"none": False, "window": True}.get(config.bos)
-
-    def identity(self) -> dict:
-        """What tells these texts from others."""
-        sources = {"calibration_sha256": self.calibration, "eval_sha256": self.eval}
-        return {
-            name: data.tokens_sha256(text) if isinstance(text, Tensor) else file_sha256(text)
-            for name, text in sources.items()
-        }
-
-    def recalled(self, state: RunState, *, calibration: bool) -> Tensor | None:
-        """As read(), or from what an interrupted run read."""
-        if (kept := state.recall("text")) is not None:
-            texts, self.bos = kept[0], kept[1]["bos"]
-            self.tokens = texts.get("calibration")
-            return texts.get("eval")
-        windows = self.read(calibration=calibration)
-        texts = {name: text for name, text in (("calibration", self.tokens), ("eval", windows)) if text is not None}
-        state.keep("text", texts, {"bos": self.bos})
-        return windows
-
-    def read(self, *, calibration: bool) -> Tensor | None:
-        """Tokenise calibration (kept) and evaluation text (returned), with the BOS policy decided on the way."""
-        config = self.config
-        with self.stages.timed("text"):
-            if calibration:
-                settings = {"nsamples": config.nsamples, "seqlen": config.seqlen, "seed": config.seed}
-                self.tokens = self._read(data.calibration_tokens, self.calibration, **settings)
-            if self.eval is None:
-                return None
-            settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
-            return self._read(data.evaluation_tokens, self.eval, **settings)
-
-    def _read(self, read, source, **settings) -> Tensor:
-        check_length(self.model, settings["seqlen"])
-        decide = self.bos is None and not isinstance(source, Tensor)
-        tokens = read(source, self.tokenizer, bos=bool(self.bos), **settings)
-        if decide:
-            long_enough = tokens.shape[1] > 2
-            self.bos = long_enough and evaluate.choose_bos(self.model, self.tokenizer, tokens[0])
-            tokens = read(source, self.tokenizer, bos=True, **settings) if self.bos else tokens
-        evaluate.check_tokens(self.model, tokens)
-        return tokens
-
-    @cached_property
-    def held_out(self) -> tuple[Tensor, bool]:
-        """Windows of the calibration text that the statistics do not know, or else the last ones; which of the two."""
-        tokens = None
-        if not isinstance(self.calibration, Tensor):
-            settings = {name: getattr(self.config, name) for name in TEXT_NUMBERS}
-            tokens = data.held_out_tokens(
-                self.calibration, self.tokenizer, **settings, bos=bool(self.bos), windows=choose.HELD_OUT
-            )
-        if tokens is not None:
-            return tokens, True
-        if self.tokens is None:
-            self.read(calibration=True)
-        return self.tokens[-choose.HELD_OUT :], False

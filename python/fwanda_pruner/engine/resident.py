@@ -1,0 +1,162 @@
+"""The resident engine: all weights lie on one device.
+
+An engine knows where the weights of a model are and how text goes through it. Methods and allocations use an engine
+and never the model's parameters directly. So an engine that streams blocks from disk, or shards them over devices,
+offers the same attributes and methods as `ResidentEngine` and nothing above engine/ changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+import fwanda_kernels as fk
+
+from ..model.experts import run_split
+from ..model.targets import Target, find_blocks
+from .device import model_device
+from .loop import PassRecord, PassSettings, run_windows
+from .masked import Masks, masked_blocks
+from .model_windows import ModelWindows, mean_loss
+from .resumable import Partial
+from .sums import Sums
+from .walk import BlockWalk
+
+_LOSS_TOKENS = 16384  # in a pass that measures a loss: a mask in passing is selected once for each
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block whose weights are in memory.
+
+    Attributes:
+        module: the block.
+        weights: name -> [R, C] weight of each target in it. What is written to it stays.
+    """
+
+    module: nn.Module
+    weights: Mapping[str, Tensor]
+
+
+class ResidentEngine:
+    """A model whose weights all lie on one device.
+
+    Args:
+        model: a causal language model in eval mode.
+        targets: its matrices to prune.
+        settings: how windows run.
+        progress: whether to show progress bars.
+
+    Attributes:
+        targets, settings, progress: as given.
+        device: where the model is.
+        block_count: number of decoder blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Sequence[Target],
+        settings: PassSettings | None = None,
+        *,
+        progress: bool = True,
+    ):
+        self.model, self.targets = model, list(targets)
+        self.settings, self.progress = settings or PassSettings(), progress
+        self.device = model_device(model)
+        self._path, self._blocks = find_blocks(model)
+        self.block_count = len(self._blocks)
+
+    def block_path(self, index: int) -> str:
+        """Dotted path of block `index` in the model."""
+        return f"{self._path}.{index}"
+
+    def targets_of(self, index: int) -> list[Target]:
+        """The targets in block `index`."""
+        return [target for target in self.targets if target.block == index]
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[Block]:
+        """Holds the weights of block `index` in memory inside the block of code, and keeps what is written to them."""
+        yield Block(self._blocks[index], {target.name: target.weight for target in self.targets_of(index)})
+
+    def parameters_outside_blocks(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and parameter of all that lies outside the decoder blocks: embeddings, norms, heads, other towers."""
+        inside = {id(parameter) for parameter in self._blocks.parameters()}
+        return ((name, p) for name, p in self.model.named_parameters() if id(p) not in inside)
+
+    def measure(
+        self,
+        tokens: Tensor,
+        sums: Sums,
+        *,
+        backward: bool,
+        label_seed: int | None = None,
+        settings: PassSettings | None = None,
+        label: str | None = None,
+        partial: Partial | None = None,
+    ) -> PassRecord:
+        """Runs windows [S, L] through the dense model and adds them to the sums.
+
+        Args:
+            tokens: [S, L] int64.
+            sums: what is measured.
+            backward, label_seed: as ModelWindows.
+            settings: how the windows run; None: the engine's.
+            label: title of the progress bar; None shows none.
+            partial: saves the sums for an interrupted run.
+
+        Raises:
+            UserError: the memory does not suffice, or the model cannot be measured.
+        """
+        windows = ModelWindows(self.model, tokens, backward=backward, label_seed=label_seed)
+        with self._split_experts():
+            return run_windows(windows, sums, settings or self.settings, label=self._shown(label), partial=partial)
+
+    def mean_loss(self, tokens: Tensor, masks: Masks | None = None) -> float:
+        """Mean next-token loss in nats over windows [S, L]; inf where it is not finite.
+
+        Args:
+            tokens: [S, L] int64.
+            masks: prune the targets by these while they run; None: the weights as they are.
+        """
+        settings = PassSettings(max(1, _LOSS_TOKENS // tokens.shape[1]), compile="off")
+        with self._split_experts(), masked_blocks(self._blocks, self.targets if masks else (), masks or {}):
+            loss = mean_loss(self.model, tokens, settings)
+        return loss if math.isfinite(loss) else math.inf
+
+    @contextmanager
+    def walk(self, tokens: Tensor) -> Iterator[BlockWalk]:
+        """The windows [S, L], one decoder block at a time.
+
+        Raises:
+            UserError: the blocks are not a plain chain, or a window does not fit the memory.
+        """
+        with self._split_experts():
+            yield BlockWalk(self.model, tokens, micro_batch=self.settings.micro_batch)
+
+    def select_threshold(
+        self, row_scales: Mapping[str, Tensor], column_scales: Mapping[str, Tensor], total: int
+    ) -> dict[str, Tensor]:
+        """name -> [R] int64: weights kept in each row when the `total` largest scores of all named matrices are kept.
+
+        The score is |W_ij| * column_scale_j * row_scale_i; ties as fk.select_threshold(). All weights lie here, so one
+        call counts them together.
+        """
+        names = list(row_scales)
+        weights = {target.name: target.weight for target in self.targets}
+        counts = fk.select_threshold(
+            [weights[name] for name in names], list(row_scales.values()), [column_scales[name] for name in names], total
+        )
+        return dict(zip(names, counts, strict=True))
+
+    def _shown(self, label: str | None) -> str | None:
+        return label if self.progress else None
+
+    def _split_experts(self) -> AbstractContextManager[None]:
+        """Inside, experts compute by linear layers of their own, which hooks can watch."""
+        return run_split(target.slice_of.experts for target in self.targets if target.slice_of is not None)

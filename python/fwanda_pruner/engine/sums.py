@@ -1,0 +1,54 @@
+"""What adds up while windows go through a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+
+class Sums:
+    """Named tensors that add up over calibration windows.
+
+    The window loop enters the sums before its first window and leaves them after its last; in between, the hooks of a
+    subclass add what each window contributes. To everything else they are named tensors, and that is enough for all of
+    it: an interrupted run saves tensors() and goes on from load(), and merge() adds the sums of other windows, which a
+    caller with windows of several lengths, or another process, has measured.
+
+    Attributes:
+        modules: the modules that the hooks watch.
+        compilable: whether the hooks also work in blocks that torch.compile has compiled.
+    """
+
+    modules: Sequence[nn.Module] = ()
+    compilable = True
+
+    def __init__(self):
+        self._totals: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Sums:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The sums so far, by unique names, on the device where they add up."""
+        return dict(self._totals)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the sums by these; the tensors may be added to."""
+        self._totals = dict(tensors)
+
+    def merge(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the tensors() of other windows."""
+        for name, tensor in tensors.items():
+            self._totals[name] = self._totals[name] + tensor if name in self._totals else tensor
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        self._totals = {}
+
+    def token_counts(self) -> dict[str, int]:
+        """Tokens that each module saw, by its name, where the sums know it."""
+        return {}

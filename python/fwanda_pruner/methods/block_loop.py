@@ -1,0 +1,181 @@
+"""The one loop over the decoder blocks, for all pruning methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import fwanda_kernels as fk
+
+from ..allocate.budgets import keep_total
+from ..allocate.masks import MaskBits
+from ..config import PruneConfig
+from ..engine.accumulate import count_zeros
+from ..engine.resident import Block, ResidentEngine
+from ..engine.resumable import Steps
+from ..engine.walk import BlockWalk
+from ..measure.statistics import Statistics
+from ..model.targets import Target
+from ..report.record import ROW_BINS, MatrixRow
+from . import obs, score
+from .job import GroupJob, Inputs
+
+
+@dataclass(frozen=True)
+class PrunedBlock:
+    """One block after pruning.
+
+    Attributes:
+        weights: name -> [R, C].
+        rows: of the record, one for each matrix.
+        row_histogram: [ROW_BINS] int64, as Report.row_histogram.
+    """
+
+    weights: Mapping[str, Tensor]
+    rows: list[MatrixRow]
+    row_histogram: Tensor
+
+
+def prune_blocks(
+    engine: ResidentEngine, config: PruneConfig, inputs: Inputs, steps: Steps[PrunedBlock]
+) -> tuple[list[MatrixRow], list[int]]:
+    """Prunes every target by the configured method, one block after the other.
+
+    Args:
+        engine: of the dense model, which is pruned in place.
+        config: resolved; its allocation is not "auto".
+        inputs: what the method reads.
+        steps: keeps each block, for an interrupted run. Only used where text runs through the blocks.
+
+    Returns:
+        The rows of the record, and the histogram of Report.row_histogram.
+
+    Raises:
+        UserError: a matrix cannot be pruned (no factor, not finite), naming it.
+    """
+    prune_group = obs.prune_group if config.facts.updates_weights else score.prune_group
+    rows: list[MatrixRow] = []
+    row_histogram = torch.zeros(ROW_BINS, dtype=torch.int64)
+    with engine.walk(inputs.tokens) if config.runs_blocks else nullcontext() as walk:
+        for index in _with_progress(engine):
+            saved = None if walk is None else steps.load(index)
+            with engine.block(index) as block:
+                if saved is not None:
+                    pruned = _restore(config, walk, index, block, saved)
+                else:
+                    pruned = _prune_block(engine, config, inputs, walk, index, block, prune_group)
+                    if walk is not None:
+                        steps.save(index, pruned)
+            rows += pruned.rows
+            row_histogram += pruned.row_histogram
+    return rows, row_histogram.tolist()
+
+
+def _with_progress(engine: ResidentEngine) -> Iterable[int]:
+    """The blocks up to the last one with a target."""
+    last = max(target.block for target in engine.targets)
+    return tqdm(range(last + 1), desc="prune", unit="block", disable=None if engine.progress else True)
+
+
+def _restore(config: PruneConfig, walk: BlockWalk, index: int, block: Block, saved: PrunedBlock) -> PrunedBlock:
+    """Puts the weights of a block that an interrupted run pruned in place, and moves the walk behind it."""
+    if config.order == "onepass":  # the next block then reads what the dense block gives
+        walk.advance(index)
+    for name, weight in block.weights.items():
+        weight.copy_(saved.weights[name])
+    if config.order != "onepass":
+        walk.advance(index)
+    return replace(saved, weights=block.weights)
+
+
+def _prune_block(
+    engine: ResidentEngine,
+    config: PruneConfig,
+    inputs: Inputs,
+    walk: BlockWalk | None,
+    index: int,
+    block: Block,
+    prune_group: Callable[[GroupJob], None],
+) -> PrunedBlock:
+    targets = engine.targets_of(index)
+    zeros_before = count_zeros(block.weights.values())
+    wanda = _wanda_masks(config, inputs.statistics, block)
+    advanced = False
+    for group in _groups(config, walk, index, targets):
+        advance = walk is not None and config.order == "onepass"
+        prune_group(GroupJob(config, inputs, block, group, walk, index, advance))
+        advanced = advance
+    if walk is not None and not advanced:
+        walk.advance(index)
+    rows = _rows(config, targets, block, inputs.budgets, zeros_before, wanda)
+    return PrunedBlock(block.weights, rows, _row_histogram(block))
+
+
+def _groups(config: PruneConfig, walk: BlockWalk | None, index: int, targets: list[Target]) -> list[list[Target]]:
+    """What is measured and then pruned together."""
+    if config.order != "true-sequential":
+        return [targets] if targets else []
+    named = {target.name: target for target in targets}
+    groups = walk.input_groups(index, {name: target.module for name, target in named.items()})
+    return [[named[name] for name in names] for names in groups]
+
+
+def asked(config: PruneConfig, target: Target) -> int:
+    """Weights that a matrix keeps, for a budget that is fixed for each matrix."""
+    rows, cols = target.shape
+    if config.nm:
+        n, m = config.nm
+        return rows * (cols // m * n + cols % m)
+    if config.allocation == "uniform" and config.facts.scores_inputs:
+        return rows * keep_total(cols, config.removed)
+    return keep_total(rows * cols, config.removed)
+
+
+def _wanda_masks(config: PruneConfig, statistics: Statistics | None, block: Block) -> dict[str, MaskBits]:
+    """Wanda's masks of the dense weights at the same sparsity, where the statistics allow it."""
+    if statistics is None or config.nm:
+        return {}
+    masks = {}
+    for name, weight in block.weights.items():
+        keep = keep_total(weight.shape[1], config.removed)
+        bad = torch.zeros(1, dtype=torch.int32, device=weight.device)  # the method itself refuses bad values
+        masks[name] = MaskBits(fk.row_topk_mask(weight, statistics.layer(name).norm, keep, bad=bad))
+    return masks
+
+
+def _rows(
+    config: PruneConfig,
+    targets: list[Target],
+    block: Block,
+    budgets: Mapping[str, Tensor] | None,
+    zeros_before: list[int],
+    wanda: Mapping[str, MaskBits],
+) -> list[MatrixRow]:
+    """The rows of the record. Zeros beyond the removed weights are kept weights that are zero."""
+    rows = []
+    zeros_after = count_zeros(block.weights.values())
+    for target, before, zeros in zip(targets, zeros_before, zeros_after, strict=True):
+        weight = block.weights[target.name]
+        kept = asked(config, target) if budgets is None else int(budgets[target.name].sum())
+        kept_zero = zeros - (weight.numel() - kept)
+        if kept_zero < 0 or (kept_zero > before and not config.facts.updates_weights):
+            raise AssertionError(f"{target.name}: {zeros} zeros, {before} before, {kept} weights should be kept")
+        disagreement = None
+        if target.name in wanda:
+            disagreement = float((wanda[target.name]() != (weight != 0)).float().mean())
+        place = (None, None) if target.slice_of is None else (target.slice_of.parameter, target.slice_of.index)
+        rows.append(MatrixRow(target.name, tuple(weight.shape), kept, kept, kept_zero, None, *place, disagreement))
+    return rows
+
+
+def _row_histogram(block: Block) -> Tensor:
+    """[ROW_BINS] int64: how many rows keep a share of their weights in each of the equal bins of [0, 1]."""
+    if not block.weights:
+        return torch.zeros(ROW_BINS, dtype=torch.int64)
+    shares = torch.cat([(weight != 0).float().mean(1) for weight in block.weights.values()])
+    return torch.histc(shares, bins=ROW_BINS, min=0, max=1).long().cpu()

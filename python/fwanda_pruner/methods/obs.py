@@ -1,0 +1,119 @@
+"""SparseGPT and F-SparseGPT: Optimal Brain Surgeon, with one Hessian and one factor for each distinct input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fwanda_kernels as fk
+
+from ..allocate.budgets import floored_omega
+from ..allocate.masks import column_scale, row_mask
+from ..errors import UserError
+from ..measure.statistics import warn_unseen
+from ..measure.sums import HessianSums
+from ..measure.token_weights import token_weights
+from ..model.targets import Target
+from .damping import DAMPING, damped_factor
+from .job import GroupJob
+
+
+def prune_group(job: GroupJob) -> None:
+    """Prunes some matrices of a block in place and updates their other weights.
+
+    Raises:
+        UserError: a Hessian has no factor, or an updated weight is not finite, naming the matrix.
+    """
+    factors = _factors(_measure_hessians(job))
+    for target in job.targets:
+        _prune_matrix(job, target, factors[target.name])
+    finite = torch.stack([job.block.weights[t.name].isfinite().all() for t in job.targets]).tolist()
+    for target, good in zip(job.targets, finite, strict=True):
+        if not good:
+            raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")
+
+
+def _measure_hessians(job: GroupJob) -> dict[str, Tensor]:
+    """name -> [C, C] fp32 X^T X of the inputs; matrices with the same input have the same tensor."""
+    sums = HessianSums({target.name: target.module for target in job.targets}, _token_weights(job))
+    job.walk.run(job.index, sums, advance=job.advance)
+    hessians = sums.by_module()
+    for target in job.targets:
+        if target.name not in hessians:
+            warn_unseen(target)
+            hessians[target.name] = torch.eye(target.shape[1], device=target.module.weight.device)
+    return hessians
+
+
+def _token_weights(job: GroupJob) -> dict[str, Tensor]:
+    """name -> [T] fp32, the same for all matrices with one input. No entry where one of them lacks its gradients."""
+    token_sq_grads = job.inputs.token_sq_grads or {}
+    if not any(target.name in token_sq_grads for target in job.targets):
+        return {}
+    groups = [[target.name for target in job.targets]]
+    if job.config.order != "true-sequential":  # there, the targets of a job share one input
+        groups = job.walk.input_groups(job.index, {target.name: target.module for target in job.targets})
+    weights: dict[str, Tensor] = {}
+    for names in groups:
+        if all(name in token_sq_grads for name in names):
+            weight = token_weights([token_sq_grads[name] for name in names], job.config.power)
+            weights |= dict.fromkeys(names, weight)
+    return weights
+
+
+def _factors(hessians: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """name -> factor, one for each distinct Hessian. Waits for the device once if all of them have one.
+
+    Raises:
+        UserError: a Hessian has none, naming the matrix.
+    """
+    owners: dict[int, str] = {}
+    for name, hessian in hessians.items():
+        owners.setdefault(id(hessian), name)
+    factors = {name: fk.obs_factor(hessians[name], DAMPING) for name in owners.values()}
+    infos = torch.stack([info.reshape(()) for _, info in factors.values()]).tolist()
+    good = {
+        name: _stronger_factor(name, hessians[name]) if info else factor
+        for (name, (factor, _)), info in zip(factors.items(), infos, strict=True)
+    }
+    return {name: good[owners[id(hessian)]] for name, hessian in hessians.items()}
+
+
+def _stronger_factor(name: str, hessian: Tensor) -> Tensor:
+    if not bool(hessian.isfinite().all()):
+        raise UserError(f"the Hessian of {name} has NaN or inf values; the model overflows on the calibration text")
+    return damped_factor(name, partial(_factor_or_none, hessian), failed=True)
+
+
+def _factor_or_none(hessian: Tensor, damping: float) -> Tensor | None:
+    factor, info = fk.obs_factor(hessian, damping)
+    return None if int(info) else factor
+
+
+def _prune_matrix(job: GroupJob, target: Target, factor: Tensor) -> None:
+    config, inputs, name = job.config, job.inputs, target.name
+    weight = job.block.weights[name]
+    if inputs.scales is not None:  # the search has fixed the mask
+        scale = column_scale(inputs.statistics, inputs.scales, name)
+        fk.obs_prune_(weight, factor=factor, mask=row_mask(weight, scale=scale, keep=inputs.budgets[name]))
+        return
+    row_weight = None
+    if config.needs_fisher:
+        row_weight = (floored_omega(inputs.statistics.layer(name)) ** config.power).float()
+    fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **_selection(job, name, weight.numel()))
+
+
+def _selection(job: GroupJob, name: str, size: int) -> dict:
+    """How fk.obs_prune_() selects the weights that go."""
+    config, budgets = job.config, job.inputs.budgets
+    if config.nm:
+        return {"pattern": config.nm}
+    if config.allocation == "row":
+        return {"keep": budgets[name]}
+    if config.allocation == "global":
+        return {"sparsity": Fraction(size - int(budgets[name].sum()), size)}
+    return {"sparsity": config.removed}

@@ -1,0 +1,53 @@
+"""Magnitude, Wanda and F-Wanda: the weights with the largest scores of each row or group stay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import fwanda_kernels as fk
+
+from ..allocate.masks import column_scale
+from ..errors import UserError
+from ..measure.statistics import Statistics
+from ..measure.sums import StatisticsSums
+from .job import GroupJob
+
+
+def prune_group(job: GroupJob) -> None:
+    """Prunes some matrices of a block in place.
+
+    Raises:
+        UserError: a weight or an input is not finite, naming the matrix.
+    """
+    statistics = job.inputs.statistics if job.walk is None else _measure_inputs(job)
+    names = [target.name for target in job.targets]
+    weights = [job.block.weights[name] for name in names]
+    if job.config.facts.scores_inputs:
+        scales = [column_scale(statistics, job.inputs.scales, name) for name in names]
+    else:
+        scales = [torch.ones(weight.shape[1], device=weight.device) for weight in weights]
+    bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
+    if job.config.nm:
+        _prune_pattern(weights, scales, *job.config.nm, bad)
+    else:
+        fk.foreach_row_topk_prune_(weights, scales, [job.inputs.budgets[name] for name in names], bad=bad)
+    for name, code in zip(names, bad.tolist(), strict=True):
+        if code:
+            raise UserError(fk.bad_message(name, code))
+
+
+def _measure_inputs(job: GroupJob) -> Statistics:
+    """Statistics of the inputs that the matrices see behind the blocks pruned before."""
+    sums = StatisticsSums({target.name: target.module for target in job.targets})
+    job.walk.run(job.index, sums, advance=job.advance)
+    statistics = Statistics.of_sums(sums.tensors(), job.targets, fisher=None)
+    statistics.check(job.targets, fisher=False)
+    return statistics
+
+
+def _prune_pattern(weights: list[Tensor], scales: list[Tensor], n: int, m: int, bad: Tensor) -> None:
+    """n:m in each matrix; columns left over at the end stay dense."""
+    for weight, scale, flag in zip(weights, scales, bad.split(1), strict=True):
+        whole = weight.shape[1] - weight.shape[1] % m
+        fk.nm_prune_(weight[:, :whole], scale[:whole], n, m, bad=flag)
