@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 NAMESPACE = "fwanda"
-MODULES = {"native": ".backends.native_{device}", "triton": ".backends.triton.{family}"}
+MODULES = {"native": "._backends.native_{device}", "triton": "._backends.triton.{family}"}
 BACKENDS = (*MODULES, "reference")
 ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}
 

@@ -1,99 +1,148 @@
-"""Backends: forcing one, refusals that say why, and a light import."""
+"""Backends: forcing one, refusals that say why, failures that are remembered, and a light import."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import fwanda_kernels as fk
-from fwanda_kernels import __main__ as table
-from fwanda_kernels import _dispatch
+from fwanda_kernels.__main__ import describe
 
+ROOT = Path(__file__).resolve().parents[1]
 WEIGHT, SCALE = torch.ones(2, 4), torch.ones(4)
+BACKENDS = ["native", "triton", "reference"]
+without_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter serves CPU tensors"
+)
 
 
-def test_use_backend_forces_and_restores():
-    before = _dispatch.forced_backend()
-    with fk.use_backend("reference"):
-        assert _dispatch.forced_backend() == "reference"
-        fk.row_topk_mask(WEIGHT, SCALE, 2)
-    assert _dispatch.forced_backend() == before
+def call() -> torch.Tensor:
+    return fk.row_topk_mask(WEIGHT, SCALE, 2)
 
 
-def test_use_backend_restores_after_an_exception():
-    before = _dispatch.forced_backend()
-    with pytest.raises(KeyError), fk.use_backend("reference"):
+def run_alone(code: str, *folders: Path, **environment: str) -> str:
+    """What a new process prints, with the folders first on its path."""
+    path = os.pathsep.join(map(str, (*folders, ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import torch, fwanda_kernels as fk\n{code}"],
+        cwd="/", capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# forcing: a backend that serves no CPU tensor tells whether it is forced
+
+
+@without_interpreter
+def test_use_backend_forces_inside_its_block_only():
+    with fk.use_backend("triton"):
+        with pytest.raises(fk.BackendError):
+            call()
+        with fk.use_backend("reference"):
+            assert call().sum() == 4
+        with pytest.raises(fk.BackendError):
+            call()
+    assert call().sum() == 4
+
+
+@without_interpreter
+def test_use_backend_ends_with_an_exception():
+    with pytest.raises(KeyError), fk.use_backend("triton"):
         raise KeyError
-    assert _dispatch.forced_backend() == before
+    assert call().sum() == 4
 
 
-def test_unknown_backend_lists_the_names():
-    before = _dispatch.forced_backend()
+def test_unknown_backend_lists_the_names_and_is_not_forced():
     with pytest.raises(ValueError) as error, fk.use_backend("metal"):
         pass
-    assert "'metal'" in str(error.value) and all(name in str(error.value) for name in _dispatch.BACKENDS)
-    assert _dispatch.forced_backend() == before
+    assert "'metal'" in str(error.value) and all(name in str(error.value) for name in BACKENDS)
+    assert call().sum() == 4
 
 
+@without_interpreter
 def test_environment_forces_a_backend(monkeypatch):
-    monkeypatch.setenv("FWANDA_BACKEND", "reference")
-    assert _dispatch.forced_backend() == "reference"
+    monkeypatch.setenv("FWANDA_BACKEND", "triton")
+    with pytest.raises(fk.BackendError):
+        call()
+    assert "forced: triton" in describe()
 
 
 def test_invalid_environment_lists_the_names(monkeypatch):
     monkeypatch.setenv("FWANDA_BACKEND", "metal")
     with pytest.raises(ValueError, match="reference") as error:
-        fk.row_topk_mask(WEIGHT, SCALE, 2)
+        call()
     assert "FWANDA_BACKEND" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_use_backend_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("FWANDA_BACKEND", "metal")
     with fk.use_backend("reference"):
-        assert fk.row_topk_mask(WEIGHT, SCALE, 2).sum() == 4
+        assert call().sum() == 4
 
 
-def test_forced_backend_that_declines_raises(monkeypatch):
-    monkeypatch.setitem(_dispatch._kernels, ("reference", "cpu", "nm_mask"), lambda *args: NotImplemented)
-    with fk.use_backend("reference"), pytest.raises(fk.BackendError, match="nm_mask.*cpu.*reference: declines"):
-        fk.nm_mask(WEIGHT, SCALE, 2, 4)
+# refusals and failures
 
 
-def test_backend_that_fails_to_load_is_tried_once_and_explained(monkeypatch):
-    tried = []
-
-    def load(backend, device, name):
-        tried.append((backend, device, name))
-        raise ImportError("no library here")
-
-    monkeypatch.setattr(_dispatch, "_kernels", {})
-    monkeypatch.setattr(_dispatch, "_failures", {})
-    monkeypatch.setattr(_dispatch, "_load", load)
-    for _ in range(2):
-        with fk.use_backend("reference"), pytest.raises(fk.BackendError, match="reference: no library here"):
-            fk.nm_mask(WEIGHT, SCALE, 2, 4)
-    assert tried == [("reference", "cpu", "nm_mask")]
-    assert fk.explain("nm_mask")["cpu"]["reference"] == "no library here"
-    assert fk.backends()["nm_mask"]["cpu"] == []
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter serves CPU tensors")
+@without_interpreter
 def test_triton_forced_on_cpu_names_the_interpreter():
-    with fk.use_backend("triton"), pytest.raises(fk.BackendError, match="TRITON_INTERPRET=1"):
-        fk.row_topk_mask(WEIGHT, SCALE, 2)
+    with fk.use_backend("triton"), pytest.raises(fk.BackendError, match="row_topk_mask.*on cpu.*TRITON_INTERPRET=1"):
+        call()
+
+
+def test_op_that_a_backend_lacks_is_refused_by_name():
+    with fk.use_backend("native"), pytest.raises(fk.BackendError, match="obs_factor.*native: not "):
+        fk.obs_factor(torch.eye(3))
+
+
+def test_broken_triton_is_tried_once_and_explained(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("print('tried')\nraise ImportError('libcuda is missing')\n")
+    code = """
+print("begin")
+for _ in range(2):
+    try:
+        with fk.use_backend("triton"):
+            fk.nm_mask(torch.ones(2, 4), torch.ones(4), 2, 4)
+    except fk.BackendError as error:
+        print(error)
+print(fk.nm_mask(torch.ones(2, 4), torch.ones(4), 2, 4).sum().item())
+"""
+    lines = run_alone(code, tmp_path, TRITON_INTERPRET="1").split("begin\n")[1].splitlines()
+    refusal = "nm_mask: no backend serves this call on cpu (triton: libcuda is missing)"
+    assert lines == ["tried", refusal, refusal, "4"]
+
+
+def test_library_that_cannot_be_loaded_is_explained_and_another_backend_serves(tmp_path):
+    shutil.copytree(ROOT / "fwanda_kernels", tmp_path / "fwanda_kernels", ignore=shutil.ignore_patterns("*.so"))
+    code = """
+print(fk.explain("nm_mask")["cpu"]["native"])
+print(fk.backends()["nm_mask"]["cpu"], fk.nm_mask(torch.ones(2, 4), torch.ones(4), 2, 4).sum().item())
+"""
+    missing, served = run_alone(code, tmp_path).splitlines()
+    assert missing == "not built; run python -m fwanda_kernels --build cpu" and served == "['reference'] 4"
+    (tmp_path / "fwanda_kernels" / "libfwanda_cpu.stable.so").write_bytes(b"no library")
+    broken, served = run_alone(code, tmp_path).splitlines()
+    assert broken.startswith("libfwanda_cpu.stable.so cannot be loaded: ") and served == "['reference'] 4"
+
+
+# what serves
 
 
 def test_reference_serves_every_op_on_cpu():
     assert all("reference" in devices["cpu"] for devices in fk.backends().values())
 
 
-@pytest.mark.parametrize("op", _dispatch._families)
+@pytest.mark.parametrize("op", fk.backends())
 def test_explain_agrees_with_backends(op):
     for device, usable in fk.backends()[op].items():
         status = fk.explain(op)[device]
-        assert list(status) == list(_dispatch.BACKENDS)
+        assert list(status) == BACKENDS
         assert [name for name, text in status.items() if text == "serves"] == usable[:1]
         assert all((status[name] in ("serves", "fallback")) == (name in usable) for name in status)
 
@@ -110,14 +159,17 @@ def test_explain_of_an_unknown_op_lists_the_ops():
 
 
 def test_table_names_every_op():
-    assert all(op in table.describe() for op in fk.backends())
+    assert all(op in describe() for op in fk.backends())
 
 
-def test_import_loads_no_transformers_no_triton_and_takes_no_gpu():
+# import
+
+
+def test_import_loads_no_backend_no_triton_no_transformers_and_takes_no_gpu():
     code = (
-        "import sys, torch; before = set(sys.modules); import fwanda_kernels;"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
-        "assert not new & {'transformers', 'triton', 'fwanda_pruner', 'numpy'}, sorted(new);"
+        "import sys, torch; before = set(sys.modules); import fwanda_kernels; new = set(sys.modules) - before;"
+        "assert not {name.split('.')[0] for name in new} & {'transformers', 'triton', 'fwanda_pruner', 'numpy'}, new;"
+        "assert not [name for name in new if name.startswith('fwanda_kernels._backends')], new;"
         "assert not torch.cuda.is_initialized()"
     )
     path = os.pathsep.join(folder for folder in sys.path if folder)

@@ -1,4 +1,4 @@
-"""The fast backends. Each module has functions with the names and arguments of the ops it serves.
+"""The fast backends (the function `fwanda_kernels.backends` has the plain name). Each module has functions with the names and arguments of the ops it serves.
 
 native_cpu and native_cuda wrap the libraries that `python -m fwanda_kernels --build` compiles from csrc/; triton/ has a
 module for each family of ops. _dispatch.py imports a module on the first call that could use it. A module that cannot
