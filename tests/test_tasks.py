@@ -88,32 +88,32 @@ def hits(model, tokenizer, rows) -> tuple[list[bool], list[bool]]:
 @pytest.mark.parametrize("limit", [None, 5])
 def test_accuracy_and_standard_error_are_those_computed_by_hand(task, limit):
     model, tokenizer = tiny.llama(), tiny.tokenizer()
-    found = evaluate_tasks(model, tokenizer, [task], batch_size=4, limit=limit)["tasks"]["word_choice"]
+    results = evaluate_tasks(model, tokenizer, [task], batch_size=4, limit=limit)["tasks"]["word_choice"]
     rows = examples(12)[:limit]
     for metric, right in zip(("acc", "acc_norm"), hits(model, tokenizer, rows), strict=True):
         share = sum(right) / len(rows)
-        assert found[metric] == pytest.approx(share)
-        assert found[f"{metric}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (len(rows) - 1)))
-    assert (found["samples"], found["samples_total"]) == (len(rows), 12)
+        assert results[metric] == pytest.approx(share)
+        assert results[f"{metric}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (len(rows) - 1)))
+    assert (results["samples"], results["samples_total"]) == (len(rows), 12)
 
 
 @needs_lm_eval
 def test_the_result_carries_the_protocol_as_json(task):
     import lm_eval
 
-    found = evaluate_tasks(tiny.llama(), tiny.tokenizer(), [task], batch_size=2, limit=3)
-    assert json.loads(json.dumps(found)) == found
-    assert found.pop("tasks").keys() == {"word_choice"}
+    results = evaluate_tasks(tiny.llama(), tiny.tokenizer(), [task], batch_size=2, limit=3)
+    assert json.loads(json.dumps(results)) == results
+    assert results.pop("tasks").keys() == {"word_choice"}
     expected = {"version": lm_eval.__version__, "batch_size": 2, "limit": 3, "data_dir": None, "bos": False}
-    assert found == expected
+    assert results == expected
 
 
 @needs_lm_eval
 def test_versions_and_few_shot_examples_are_those_of_the_task(tmp_path):
     none = write_task(tmp_path, "plain", examples(4))
     two = write_task(tmp_path, "shots", examples(4), num_fewshot=2, fewshot_split="validation")
-    found = evaluate_tasks(tiny.llama(), tiny.tokenizer(), [none, two])["tasks"]
-    assert {name: (facts["version"], facts["num_fewshot"]) for name, facts in found.items()} == {
+    results = evaluate_tasks(tiny.llama(), tiny.tokenizer(), [none, two])["tasks"]
+    assert {name: (facts["version"], facts["num_fewshot"]) for name, facts in results.items()} == {
         "plain": (3.5, 0),
         "shots": (3.5, 2),
     }
@@ -159,17 +159,17 @@ def test_the_mean_of_seven_has_the_error_of_independent_tasks():
 @needs_lm_eval
 @needs_hub
 def test_zeroshot_and_mmlu_run_from_a_folder(monkeypatch):
-    found = evaluate_tasks(tiny.llama(), tiny.tokenizer(), ["zeroshot", "mmlu", "boolq"], data_dir=HUB, limit=2)
-    assert list(found["tasks"]) == list(ZEROSHOT)
-    for name, facts in found["tasks"].items():
+    results = evaluate_tasks(tiny.llama(), tiny.tokenizer(), ["zeroshot", "mmlu", "boolq"], data_dir=HUB, limit=2)
+    assert list(results["tasks"]) == list(ZEROSHOT)
+    for name, facts in results["tasks"].items():
         assert facts["num_fewshot"] == 0 and facts["samples"] == 2 and facts["acc_stderr"] is not None
         assert ("acc_norm" in facts) == (name not in ("boolq", "rte", "winogrande"))
-    mean = sum(facts["acc"] for facts in found["tasks"].values()) / 7
-    assert found["zeroshot"]["acc"] == pytest.approx(mean) and found["zeroshot"]["acc_stderr"] > 0
-    shown = evaluation({"lm_eval": found})
-    assert shown["zero-shot"] == found["zeroshot"]["acc"] and shown["mmlu stderr"] == found["mmlu"]["acc_stderr"]
-    assert shown["boolq"] == found["tasks"]["boolq"]["acc"] and len(shown) == 2 * (1 + 1 + 7)
-    mmlu = found["mmlu"]
+    mean = sum(facts["acc"] for facts in results["tasks"].values()) / 7
+    assert results["zeroshot"]["acc"] == pytest.approx(mean) and results["zeroshot"]["acc_stderr"] > 0
+    shown = evaluation({"lm_eval": results})
+    assert shown["zero-shot"] == results["zeroshot"]["acc"] and shown["mmlu stderr"] == results["mmlu"]["acc_stderr"]
+    assert shown["boolq"] == results["tasks"]["boolq"]["acc"] and len(shown) == 2 * (1 + 1 + 7)
+    mmlu = results["mmlu"]
     assert mmlu["num_fewshot"] == 5 and mmlu["samples"] == 2 * 57 and mmlu["acc_stderr"] > 0
     assert all(facts["num_fewshot"] == 5 for facts in mmlu["tasks"].values())
 

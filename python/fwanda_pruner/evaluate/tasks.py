@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..engine.device import evaluating
 from ..errors import UserError, one_line
-from .perplexity import evaluating
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
 BATCH_SIZE = 8
