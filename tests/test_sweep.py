@@ -138,20 +138,19 @@ def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, 
     cells = [{"method": ["fwanda", "fsparsegpt"], "allocation": ["response", "auto"], "bos": "none"}]
     found = Recipe.load(recipe(cells, seeds=[0, 1]))
     cells = run(found, tmp_path / "out")
-    chose = [StageName.CHOOSE in cell["report"]["seconds"] for cell in cells]
-    assert chose == [True] * 4 + [False] * 4  # fwanda, then fsparsegpt
-    for config, cell in zip(found.cells[4:], cells[4:], strict=True):
+    for config, cell in zip(found.cells, cells, strict=True):
+        assert (StageName.CHOOSE in cell["report"]["seconds"]) == (config.method == "fwanda")  # which comes first
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
         assert cell["perplexity"] == alone.perplexity["pruned"]
         assert cell["report"]["config"]["chosen"] == alone.config["chosen"]
 
 
 def test_finished_cells_do_not_run_again(recipe, tmp_path):
-    later = tmp_path / "text-of-tomorrow.txt"  # sorts behind text.txt
+    later = tmp_path / "tomorrow.txt"  # its cell comes after those of text.txt
     found = Recipe.load(
         recipe([{"method": "wanda", "sparsity": [0.5, 0.6]}, {"method": "wanda", "calibration": str(later)}])
     )
-    with pytest.raises(UserError, match="text-of-tomorrow.txt"):
+    with pytest.raises(UserError, match="tomorrow.txt"):
         run(found, tmp_path / "out")
     finished = {path: path.stat() for path in (tmp_path / "out" / "cells").iterdir()}
     assert len(finished) == 3  # two cells and the dense model
