@@ -5,37 +5,32 @@ text -> windows -> engine -> sums -> budgets or masks -> block loop -> record
 
 from __future__ import annotations
 
-import math
 import resource
 import warnings
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 
-from ..allocate.budgets import count_floored_rows, keep_budgets
-from ..allocate.choose import Choice, choose
-from ..allocate.masks import masks_of
+from ..allocate.budgets import ScoreScales, count_floored_rows
+from ..allocate.choose import Choice
 from ..config import PruneConfig, settings_of
-from ..engine.accumulate import WeightCounts, check_finite, count_weights, count_zeros, fingerprint
+from ..engine.accumulate import WeightCounts, check_finite, count_weights, count_zeros
 from ..engine.device import device_rules, evaluating, model_device
-from ..engine.loop import PassRecord, PassSettings
+from ..engine.loop import PassSettings
 from ..engine.resident import ResidentEngine
 from ..errors import UserError
-from ..evaluate.perplexity import check_dense, perplexity
-from ..measure.statistics import Statistics, measure_statistics
-from ..measure.token_weights import measure_token_sq_grads
-from ..methods.block_loop import prune_blocks
+from ..evaluate.perplexity import perplexity
+from ..measure.statistics import Statistics
 from ..methods.job import Inputs
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
 from ..report.record import MatrixRow, Report, versions
 from ..text.windows import tokens_sha256
-from . import codecs
+from . import steps
 from .energy import EnergyMeter
-from .stage import StageName, Stages
+from .stage import Stages
 from .state import RunState
-from .texts import HeldOut, Sources, Texts, protocol, read_texts, sources_of, with_sources
+from .texts import Texts, protocol, read_texts, sources_of, with_sources
 
 
 def prune(
@@ -109,7 +104,8 @@ def run_prune(
         UserError: as prune().
     """
     device = model_device(model)
-    stage = Stages(state or RunState(), device)
+    state = state or RunState()
+    stage = Stages(state, device)
     with stage.noting(), evaluating(model), device_rules(model, config):
         config = with_sources(config, calibration, eval, statistics)
         sources = sources_of(config, calibration, eval, statistics)
@@ -117,63 +113,31 @@ def run_prune(
         engine = ResidentEngine(model, targets, PassSettings.of(config), progress=progress)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        _check_given(config, model, statistics)
-        _identify(state, stage, config, engine, sources, statistics)
-        measures = config.reads_statistics and statistics is None
-        texts = stage(
-            StageName.TEXT,
-            lambda: read_texts(
-                config,
-                model,
-                tokenizer,
-                sources,
-                calibration=config.runs_blocks or config.responds or measures,
-                held_out=config.checks or (config.responds and choice is None),
-            ),
-            codecs.TEXTS,
-        )
-        dense = _dense_perplexity(stage, engine, texts)
+        steps.check_given(config, model, statistics)
+        steps.identify(state, config, engine, sources, statistics)
+
+        texts = steps.texts(stage, engine, config, tokenizer, sources, statistics, choice)
+        dense = steps.dense_perplexity(stage, engine, texts)
         with stage.metered(EnergyMeter(device, config.energy)) as energy:
-            statistics, passes = _statistics(stage, engine, config, texts, statistics)
-            choice = choice or _choice(stage, engine, config, texts, statistics)
-            settled = config if choice is None else choice.apply(config)
-            scales = None if choice is None else choice.scales
-            budgets = None
-            if settled.needs_budgets:
-                budgets = stage(
-                    StageName.BUDGETS,
-                    lambda: keep_budgets(settled, engine, statistics, scales),
-                    codecs.budgets_codec(device),
-                )
-            check = _wanda_loss(stage, engine, config, texts.held_out, statistics)
-            token_sq_grads = None
-            if config.weighs_tokens:
-                token_sq_grads, passes = _token_sq_grads(stage, engine, config, texts)
+            statistics, passes = steps.statistics(stage, engine, config, texts, statistics)
+            choice = choice or steps.choice(stage, engine, config, texts, statistics)
+            settled, scales = (config, None) if choice is None else (choice.apply(config), choice.scales)
+            budgets = steps.budgets(stage, engine, settled, statistics, scales)
+            wanda_loss = steps.wanda_loss(stage, engine, config, texts, statistics)
+            token_sq_grads, gradient_passes = steps.token_sq_grads(stage, engine, config, texts)
             inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads)
-            rows, row_histogram = stage(
-                StageName.PRUNE,
-                lambda: prune_blocks(engine, settled, inputs, stage.steps(StageName.PRUNE, codecs.BLOCK)),
-            )
-            check = _compare(stage, engine, config, texts.held_out, check)
-        pruned = None
-        if texts.evaluation is not None:
-            pruned = stage(StageName.EVAL_PRUNED, partial(_perplexity, engine, texts.evaluation, "pruned perplexity"))
-        counts = count_weights(engine)
+            rows, row_histogram = steps.pruned_blocks(stage, engine, settled, inputs)
+            check = steps.comparison(stage, engine, config, texts, wanda_loss)
+        pruned = steps.pruned_perplexity(stage, engine, texts)
+
+        passes, counts = passes or gradient_passes, count_weights(engine)
         report = Report(
-            config={
-                "model": model.config.name_or_path,
-                **config.to_dict(),
-                "chosen": None if choice is None else choice.to_dict(),
-                "device": str(device),
-                "dtype": str(targets[0].module.weight.dtype).removeprefix("torch."),
-            },
+            config={**_described(model, config, engine), "chosen": None if choice is None else choice.to_dict()},
             matrices=[*rows, *map(_skipped_row, skipped)],
             block_parameters=counts.block_parameters,
             model_parameters=counts.parameters,
             model_zeros=counts.zeros,
-            perplexity=None
-            if texts.evaluation is None
-            else {"dense": dense, "pruned": pruned, **protocol(texts.evaluation, texts.bos, tokenizer)},
+            perplexity=_perplexities(texts, tokenizer, dense, pruned),
             seconds=dict(stage.seconds),
             peak_memory_bytes=_peak_memory(stage, device),
             energy=energy.result,
@@ -213,7 +177,7 @@ def collect(
         engine = ResidentEngine(model, targets, PassSettings.of(config), progress=progress)
         sources = sources_of(config, calibration, None, None)
         texts = read_texts(config, model, tokenizer, sources, calibration=True)
-        return _measured(stage, engine, config, texts, config.fisher)
+        return steps.measured_statistics(stage, engine, config, texts, config.fisher)
 
 
 def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:
@@ -241,7 +205,7 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
         texts = read_texts(config, model, tokenizer, sources, calibration=False)
         found: dict = {}
         if texts.evaluation is not None:
-            value = _perplexity(engine, texts.evaluation, "model perplexity")
+            value = perplexity(model, texts.evaluation, progress=progress, label="model perplexity")
             found = {"perplexity": value, **protocol(texts.evaluation, texts.bos, tokenizer)}
         return found | {"sparsity": _zero_shares(count_weights(engine))}
 
@@ -268,151 +232,17 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     return targets, skipped
 
 
-def _check_given(config: PruneConfig, model: nn.Module, statistics: Statistics | None) -> None:
-    """Refuses given statistics that the run cannot use.
-
-    Raises:
-        UserError: saying why.
-    """
-    if statistics is None:
-        return
-    if not config.reads_statistics:
-        raise UserError(
-            f"--method {config.method} in --order {config.order} uses no statistics; leave --statistics out"
-        )
-    if config.needs_fisher and statistics.fisher not in (None, config.fisher):
-        raise UserError(
-            f"--fisher {config.fisher} contradicts the statistics, which are of --fisher {statistics.fisher}; "
-            f"leave --fisher out, or measure others by fwanda calibrate"
-        )
-    targets, _ = find_targets(model)
-    weights = fingerprint(ResidentEngine(model, targets))
-    statistics.check(targets, fisher=config.needs_fisher, weights=weights)
+def _described(model: nn.Module, config: PruneConfig, engine: ResidentEngine) -> dict:
+    """The settings of a run, with the model, and the device and dtype that were really used."""
+    dtype = str(engine.targets[0].module.weight.dtype).removeprefix("torch.")
+    name = model.config.name_or_path
+    return {"model": name, **config.to_dict(), "device": str(engine.device), "dtype": dtype}
 
 
-def _identify(
-    state: RunState | None, stage: Stages, config, engine, sources: Sources, statistics: Statistics | None
-) -> None:
-    """Says what a run and the one that resumes it must have in common."""
-    if state is None:
-        return
-    values = {"statistics": None if statistics is None else statistics.fingerprint(), "weights": fingerprint(engine)}
-    state.identify({**values, **config.to_dict(), **sources.identity(), **versions(engine.device)})
-    if state.resumed:
-        stage.notes.append("resumed: seconds and energy are those of the last part")
-
-
-def _dense_perplexity(stage: Stages, engine: ResidentEngine, texts: Texts) -> float | None:
+def _perplexities(texts: Texts, tokenizer, dense: float | None, pruned: float | None) -> dict | None:
     if texts.evaluation is None:
         return None
-    dense = stage(
-        StageName.EVAL_DENSE, partial(_perplexity, engine, texts.evaluation, "dense perplexity"), codecs.NUMBER
-    )
-    note = check_dense(dense, engine.model.config.get_text_config().vocab_size)
-    if note:
-        warnings.warn(note, stacklevel=2)
-    return dense
-
-
-def _perplexity(engine: ResidentEngine, windows: Tensor, label: str) -> float:
-    return perplexity(engine.model, windows, progress=engine.progress, label=label)
-
-
-def _statistics(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, given: Statistics | None
-) -> tuple[Statistics | None, PassRecord | None]:
-    """The given statistics, or those that the method needs, or None; and how their windows ran in this run."""
-    if given is not None:
-        if texts.calibration is not None and tokens_sha256(texts.calibration) != given.tokens_sha256:
-            warnings.warn("the statistics were measured on another text than --calibration", stacklevel=2)
-        return given.to(engine.device), None
-    if not config.reads_statistics:
-        return None, None
-    statistics = _measured(stage, engine, config, texts, config.fisher if config.needs_fisher else None)
-    return statistics, PassRecord(**statistics.passes)
-
-
-def _measured(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, fisher: str | None
-) -> Statistics:
-    def compute() -> Statistics:
-        statistics = measure_statistics(
-            engine, texts.calibration, fisher=fisher, seed=config.seed, partial=stage.partial(StageName.CALIBRATE)
-        )
-        text = {name: getattr(config, name) for name in settings_of("text")}
-        return replace(statistics, tokens_sha256=tokens_sha256(texts.calibration), bos=texts.bos, text=text)
-
-    return stage(StageName.CALIBRATE, compute, codecs.statistics_codec(engine.device))
-
-
-def _token_sq_grads(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts
-) -> tuple[dict[str, Tensor], PassRecord]:
-    return stage(
-        StageName.CALIBRATE,
-        lambda: measure_token_sq_grads(
-            engine,
-            texts.calibration,
-            fisher=config.fisher,
-            seed=config.seed,
-            partial=stage.partial(StageName.CALIBRATE),
-        ),
-        codecs.token_sq_grads_codec(engine.device),
-    )
-
-
-def _choice(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, statistics: Statistics | None
-) -> Choice | None:
-    """What the search of the allocation chose; None where the settings name one."""
-    if not config.responds:
-        return None
-    if not texts.held_out.unread:
-        warnings.warn(
-            "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
-        )
-    rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
-    return stage(
-        StageName.CHOOSE,
-        lambda: choose(engine, texts.calibration, texts.held_out.tokens, statistics, config, rounds=rounds),
-        codecs.choice_codec(engine.device),
-    )
-
-
-def _wanda_loss(
-    stage: Stages,
-    engine: ResidentEngine,
-    config: PruneConfig,
-    held_out: HeldOut | None,
-    statistics: Statistics | None,
-) -> float | None:
-    """The loss of Wanda's masks on held-out text, before anything is pruned; None where it is not compared."""
-    if not config.checks or held_out is None:
-        return None
-    wanda = replace(config, method="fwanda", allocation="uniform")
-    return stage(
-        StageName.CHECK,
-        lambda: engine.mean_loss(held_out.tokens, masks_of(wanda, engine, statistics)),
-        codecs.NUMBER,
-    )
-
-
-def _compare(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, held_out: HeldOut | None, wanda: float | None
-) -> dict | None:
-    """Report.check: the losses of the pruned model and of Wanda's masks. Warns where Wanda's is lower."""
-    if wanda is None:
-        return None
-    pruned = stage(StageName.CHECK, lambda: engine.mean_loss(held_out.tokens))
-    if math.isfinite(wanda) and pruned > wanda:
-        where = "held-out calibration text" if held_out.unread else "calibration text"
-        advice = "" if config.responds else "; try --allocation auto"
-        warnings.warn(
-            f"worse than Wanda on {where}: a loss of {pruned:.3f}, where Wanda's masks give {wanda:.3f}{advice}",
-            stacklevel=2,
-        )
-    finite = [loss if math.isfinite(loss) else None for loss in (pruned, wanda)]
-    return {"wanda": finite[1], "held_out": held_out.unread, "pruned": finite[0]}
+    return {"dense": dense, "pruned": pruned, **protocol(texts.evaluation, texts.bos, tokenizer)}
 
 
 def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | None:
@@ -421,7 +251,7 @@ def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | No
     return None if statistics is None else statistics.tokens_sha256
 
 
-def _uses_floor(config: PruneConfig, scales) -> bool:
+def _uses_floor(config: PruneConfig, scales: ScoreScales | None) -> bool:
     """Whether omega is raised to a floor: in row budgets, and in F-SparseGPT's weights of rows."""
     return scales is None and config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
 

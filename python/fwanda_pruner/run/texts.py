@@ -182,6 +182,8 @@ def _read_held_out(
     config: PruneConfig, model: nn.Module, tokenizer, sources: Sources, bos: bool | None, tokens: Tensor | None
 ) -> tuple[HeldOut, bool | None]:
     """Windows of the calibration text that calibration does not read, or else its last ones."""
+    if isinstance(sources.calibration, str) and sources.calibration == _TOKENS:
+        raise UserError("the statistics were measured on token ids; give the same ids as calibration")
     if not isinstance(sources.calibration, Tensor):
         settings = {name: getattr(config, name) for name in settings_of("text")}
         source = settings.pop("calibration")

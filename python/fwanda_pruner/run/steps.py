@@ -1,0 +1,244 @@
+"""The stages of a run, one function each. `pipeline.run_prune` calls them in order.
+
+Each takes `stage`, which times it and brings back its result from an interrupted run, and returns plain values.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from ..allocate.budgets import ScoreScales, keep_budgets
+from ..allocate.choose import Choice, choose
+from ..allocate.masks import masks_of
+from ..config import PruneConfig, settings_of
+from ..engine.accumulate import fingerprint
+from ..engine.loop import PassRecord
+from ..engine.resident import ResidentEngine
+from ..errors import UserError
+from ..evaluate.perplexity import check_dense, perplexity
+from ..measure.statistics import Statistics, measure_statistics
+from ..measure.token_weights import measure_token_sq_grads
+from ..methods.block_loop import prune_blocks
+from ..methods.job import Inputs
+from ..model.targets import find_targets
+from ..report.record import MatrixRow, versions
+from ..text.windows import tokens_sha256
+from . import codecs
+from .stage import StageName, Stages
+from .state import RunState
+from .texts import Sources, Texts, read_texts
+
+
+def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None) -> None:
+    """Refuses given statistics that the run cannot use.
+
+    Raises:
+        UserError: saying why.
+    """
+    if given is None:
+        return
+    if not config.reads_statistics:
+        raise UserError(
+            f"--method {config.method} in --order {config.order} uses no statistics; leave --statistics out"
+        )
+    if config.needs_fisher and given.fisher not in (None, config.fisher):
+        raise UserError(
+            f"--fisher {config.fisher} contradicts the statistics, which are of --fisher {given.fisher}; "
+            f"leave --fisher out, or measure others by fwanda calibrate"
+        )
+    targets, _ = find_targets(model)
+    given.check(targets, fisher=config.needs_fisher, weights=fingerprint(ResidentEngine(model, targets)))
+
+
+def identify(
+    state: RunState, config: PruneConfig, engine: ResidentEngine, sources: Sources, given: Statistics | None
+) -> None:
+    """Tells the state what this run must have in common with the interrupted run that it resumes.
+
+    Raises:
+        UserError: they differ.
+    """
+    if state.folder is None:
+        return
+    inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
+    state.identify({**inputs, **config.to_dict(), **sources.identity(), **versions(engine.device)})
+    if state.resumed:
+        state.notes.append("resumed: seconds and energy are those of the last part")
+
+
+def texts(
+    stage: Stages,
+    engine: ResidentEngine,
+    config: PruneConfig,
+    tokenizer,
+    sources: Sources,
+    given: Statistics | None,
+    choice: Choice | None,
+) -> Texts:
+    """What the run reads."""
+    measures = config.reads_statistics and given is None
+    return stage(
+        StageName.TEXT,
+        lambda: read_texts(
+            config,
+            engine.model,
+            tokenizer,
+            sources,
+            calibration=config.runs_blocks or config.responds or measures,
+            held_out=config.checks or (config.responds and choice is None),
+        ),
+        codecs.TEXTS,
+    )
+
+
+def dense_perplexity(stage: Stages, engine: ResidentEngine, texts: Texts) -> float | None:
+    """Perplexity before pruning, with a warning if it is suspicious; None without an evaluation text."""
+    if texts.evaluation is None:
+        return None
+    dense = stage(
+        StageName.EVAL_DENSE,
+        lambda: perplexity(engine.model, texts.evaluation, progress=engine.progress, label="dense perplexity"),
+        codecs.NUMBER,
+    )
+    note = check_dense(dense, engine.model.config.get_text_config().vocab_size)
+    if note:
+        warnings.warn(note, stacklevel=2)
+    return dense
+
+
+def statistics(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, given: Statistics | None
+) -> tuple[Statistics | None, PassRecord | None]:
+    """The given statistics, or those that the method needs, or None; and how their windows ran in this run."""
+    if given is not None:
+        if texts.calibration is not None and tokens_sha256(texts.calibration) != given.tokens_sha256:
+            warnings.warn("the statistics were measured on another text than --calibration", stacklevel=2)
+        return given.to(engine.device), None
+    if not config.reads_statistics:
+        return None, None
+    fisher = config.fisher if config.needs_fisher else None
+    measured = measured_statistics(stage, engine, config, texts, fisher)
+    return measured, PassRecord(**measured.passes)
+
+
+def measured_statistics(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, fisher: str | None
+) -> Statistics:
+    """Statistics of the dense model on the calibration text."""
+
+    def compute() -> Statistics:
+        measured = measure_statistics(
+            engine, texts.calibration, fisher=fisher, seed=config.seed, partial=stage.partial(StageName.CALIBRATE)
+        )
+        text = {name: getattr(config, name) for name in settings_of("text")}
+        return replace(measured, tokens_sha256=tokens_sha256(texts.calibration), bos=texts.bos, text=text)
+
+    return stage(StageName.CALIBRATE, compute, codecs.statistics_codec(engine.device))
+
+
+def choice(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, statistics: Statistics | None
+) -> Choice | None:
+    """What the search of the allocation chose; None where the settings name one."""
+    if not config.responds:
+        return None
+    if not texts.held_out.unread:
+        warnings.warn(
+            "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
+        )
+    rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
+    return stage(
+        StageName.CHOOSE,
+        lambda: choose(engine, texts.calibration, texts.held_out.tokens, statistics, config, rounds=rounds),
+        codecs.choice_codec(engine.device),
+    )
+
+
+def budgets(
+    stage: Stages,
+    engine: ResidentEngine,
+    config: PruneConfig,
+    statistics: Statistics | None,
+    scales: ScoreScales | None,
+) -> dict[str, Tensor] | None:
+    """Weights kept in each row; None where a pattern or a column walk decides."""
+    if not config.needs_budgets:
+        return None
+    return stage(
+        StageName.BUDGETS,
+        lambda: keep_budgets(config, engine, statistics, scales),
+        codecs.budgets_codec(engine.device),
+    )
+
+
+def wanda_loss(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, statistics: Statistics | None
+) -> float | None:
+    """Held-out loss in nats of Wanda's masks, before anything is pruned; None where the result is not compared."""
+    if not config.checks or texts.held_out is None:
+        return None
+    wanda = replace(config, method="fwanda", allocation="uniform")
+    return stage(
+        StageName.CHECK,
+        lambda: engine.mean_loss(texts.held_out.tokens, masks_of(wanda, engine, statistics)),
+        codecs.NUMBER,
+    )
+
+
+def token_sq_grads(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts
+) -> tuple[dict[str, Tensor] | None, PassRecord | None]:
+    """Squared gradients of the tokens, and how their windows ran; None where tokens are not weighed."""
+    if not config.weighs_tokens:
+        return None, None
+    return stage(
+        StageName.CALIBRATE,
+        lambda: measure_token_sq_grads(
+            engine,
+            texts.calibration,
+            fisher=config.fisher,
+            seed=config.seed,
+            partial=stage.partial(StageName.CALIBRATE),
+        ),
+        codecs.token_sq_grads_codec(engine.device),
+    )
+
+
+def pruned_blocks(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, inputs: Inputs
+) -> tuple[list[MatrixRow], list[int]]:
+    """Prunes the model; the rows of the record and the histogram of Report.row_histogram."""
+    blocks = stage.steps(StageName.PRUNE, codecs.BLOCK)
+    return stage(StageName.PRUNE, lambda: prune_blocks(engine, config, inputs, blocks))
+
+
+def comparison(
+    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, wanda: float | None
+) -> dict | None:
+    """Report.check: the losses of the pruned model and of Wanda's masks, with a warning where Wanda's is lower."""
+    if wanda is None:
+        return None
+    pruned = stage(StageName.CHECK, lambda: engine.mean_loss(texts.held_out.tokens))
+    if math.isfinite(wanda) and pruned > wanda:
+        where = "held-out calibration text" if texts.held_out.unread else "calibration text"
+        advice = "" if config.responds else "; try --allocation auto"
+        warnings.warn(
+            f"worse than Wanda on {where}: a loss of {pruned:.3f}, where Wanda's masks give {wanda:.3f}{advice}",
+            stacklevel=2,
+        )
+    losses = {"wanda": wanda, "held_out": texts.held_out.unread, "pruned": pruned}
+    return {key: loss if math.isfinite(loss) else None for key, loss in losses.items()}
+
+
+def pruned_perplexity(stage: Stages, engine: ResidentEngine, texts: Texts) -> float | None:
+    """Perplexity after pruning; None without an evaluation text."""
+    if texts.evaluation is None:
+        return None
+    return stage(
+        StageName.EVAL_PRUNED,
+        lambda: perplexity(engine.model, texts.evaluation, progress=engine.progress, label="pruned perplexity"),
+    )
