@@ -11,7 +11,7 @@ import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
 from fwanda_pruner.allocate import choose, masks
 from fwanda_pruner.allocate import response as respond
-from fwanda_pruner.config import TEXT_NUMBERS
+from fwanda_pruner.config import settings_of
 from fwanda_pruner.evaluate import perplexity as evaluate
 from fwanda_pruner.measure.statistics import calibrate
 from fwanda_pruner.model.targets import find_targets
@@ -118,7 +118,7 @@ def test_auto_reads_the_text_of_given_statistics(text):
     settings = {"sparsity": 0.6, "calibration": text, "nsamples": 20, "seqlen": 24}
     config = PruneConfig(method="fwanda", allocation="auto", **settings)
     statistics = fwanda_pruner.collect(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
-    assert set(statistics.text) == {"calibration", *TEXT_NUMBERS}
+    assert set(statistics.text) == set(settings_of("text"))
     one, other = (
         fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, statistics=given, progress=False)
         for given in (None, statistics)
