@@ -20,6 +20,8 @@ sys.path.append(str(FOLDER))
 import paper_tables  # noqa: E402
 import render  # noqa: E402
 from lib import markdown, naive, pictures, repeats, shapes  # noqa: E402
+from lib.cases import budgets, obs, select, sparse24, stats, threshold  # noqa: E402
+from lib.cases import case as case_module  # noqa: E402
 from lib.decoding import decode  # noqa: E402
 from lib.masks import agreement, packed_masks  # noqa: E402
 from lib.repeats import Spread, repeated  # noqa: E402
@@ -102,6 +104,36 @@ def test_the_plain_torch_pipeline_gives_our_masks(method):
 
 def weights_of(model):
     return [module.weight for module in naive.linears(model).values()]
+
+
+SMALL = {
+    "sq_sums": (stats.sq_sums, (64, 96)),
+    "sq_sums_block": (stats.sq_sums_block, (32, [48, 64])),
+    "row_topk": (select.row_topk, (32, 64)),
+    "row_topk_equal": (select.row_topk_equal, (32, 64)),
+    "row_topk_model": (select.row_topk_model, ([(16, 32), (32, 16)],)),
+    "threshold": (threshold.threshold, ([(32, 64)] * 4, 2)),
+    "nm": (sparse24.nm, (32, 64)),
+    "compress": (sparse24.compress, (64, 64)),
+    "budgets": (budgets.budgets, ([(32, 64), (64, 32)],)),
+    "gram": (obs.gram, (64, 96)),
+    "factor": (obs.factor, (96,)),
+    "obs": (obs.obs, (32, 256)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_op_and_its_baseline_agree_and_both_run(name, monkeypatch):
+    monkeypatch.setitem(case_module.ROTATE_BYTES, "cpu", 1)
+    torch.manual_seed(0)
+    make, arguments = SMALL[name]
+    case = make("cpu", *arguments)
+    case.check()
+    for call in (case.ours[0], case.naive[0]):
+        call()
+        if case.reset is not None:
+            case.reset()
+    case.check()
 
 
 def test_the_share_of_equal_masks_counts_each_weight():
