@@ -177,5 +177,5 @@ def _row_histogram(block: Block) -> Tensor:
     """[ROW_BINS] int64: how many rows keep a share of their weights in each of the equal bins of [0, 1]."""
     if not block.weights:
         return torch.zeros(ROW_BINS, dtype=torch.int64)
-    shares = torch.cat([(weight != 0).float().mean(1) for weight in block.weights.values()])
-    return torch.histc(shares, bins=ROW_BINS, min=0, max=1).long().cpu()
+    bins = [weight.count_nonzero(1) * ROW_BINS // weight.shape[1] for weight in block.weights.values()]
+    return torch.bincount(torch.cat(bins).clamp(max=ROW_BINS - 1).cpu(), minlength=ROW_BINS)
