@@ -1,29 +1,45 @@
-"""Checks of the Triton OBS kernels against the reference, for test_triton.py: interpreted, or on a GPU."""
+"""Ops on one backend, and checks of the Triton OBS kernels for test_triton.py: interpreted, or on a GPU."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
-from fwanda_kernels import reference
+import fwanda_kernels as fk
 from fwanda_kernels.testing import assert_masks_equal, make_keep, make_weight
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 
 
+class OnBackend:
+    """The ops of torch.ops.fwanda, all on one backend: it serves or raises BackendError."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, op: str):
+        def call(*arguments):
+            with fk.use_backend(self._name):
+                return getattr(torch.ops.fwanda, op)(*arguments)
+
+        return call
+
+
+ours, reference = OnBackend("triton"), OnBackend("reference")
+
+
 def check_gram(dtype: torch.dtype) -> None:
     """Near fp64 on partial tiles, and symmetric to the bit; masked tokens do not count, whatever they hold."""
-    from fwanda_kernels.triton import obs
-
     for tokens, cols in ((70, 33), (64, 260), (3, 1), (150, 384)):
         x = make_weight(2 * tokens, cols, dtype, device=DEVICE).view(2, tokens, cols)
         mask = torch.arange(2 * tokens, device=DEVICE).view(2, tokens) % 3 != 0
         x[~mask] = float("nan")
         hessian = torch.eye(cols, device=DEVICE)
         for _ in range(2):
-            obs.accumulate_gram_(hessian, x, mask)
+            ours.accumulate_gram_(hessian, x, mask)
         wide = x[mask].double()
         expected = 2 * wide.T @ wide + torch.eye(cols, device=DEVICE)
         assert torch.equal(hessian, hessian.T)
@@ -49,55 +65,58 @@ OBS_CHOICES = {
 }
 
 
-def obs_pair(module, weight: torch.Tensor, factor: torch.Tensor, block: int, **choice) -> tuple:
-    """What a backend and the reference make of a copy of the weight."""
+def obs_pair(weight: torch.Tensor, factor: torch.Tensor, block: int, **choice) -> list[torch.Tensor]:
+    """What Triton and the reference make of a copy of the weight."""
     names = ("sparsity", "keep", "mask", "pattern", "row_weight")
     arguments = [choice.get(name) for name in names]
     results = []
-    for prune in (module.obs_prune_, reference.obs_prune_):
+    for ops in (ours, reference):
         results.append(weight.clone())
-        assert prune(results[-1], None, factor, *arguments, block, 0.01) is None
-    return tuple(results)
+        ops.obs_prune_(results[-1], None, factor, *arguments, block, 0.01)
+    return results
+
+
+def assert_obs_alike(weight: torch.Tensor, factor: torch.Tensor, block: int, **choice) -> None:
+    found, expected = obs_pair(weight, factor, block, **choice)
+    assert_masks_equal(found == 0, expected == 0)
+    torch.testing.assert_close(found, expected, rtol=1e-2 if weight.dtype == BF16 else 2e-3, atol=1e-5)
 
 
 def check_obs(choice: str) -> None:
-    """The reference's masks, and its weights but for rounding; partial blocks and tiles, both levels of updates."""
-    from fwanda_kernels import _obs
-    from fwanda_kernels.triton import obs
-
-    columns, _obs.UPDATE_COLUMNS = _obs.UPDATE_COLUMNS, 40
+    """The reference's masks, and its weights but for rounding; partial blocks and tiles."""
     for rows, cols, block, dtype in ((19, 70, 20, FP32), (5, 37, 128, BF16), (33, 32, 16, FP16), (3, 7, 1, FP32)):
         weight, factor = obs_problem(rows, cols, dtype)
         for given in (weight, weight.T.contiguous().T):
-            ours, expected = obs_pair(obs, given, factor, block, **OBS_CHOICES[choice](rows, cols))
-            assert_masks_equal(ours == 0, expected == 0)
-            torch.testing.assert_close(ours, expected, rtol=1e-2 if dtype == BF16 else 2e-3, atol=1e-5)
-    _obs.UPDATE_COLUMNS = columns
+            assert_obs_alike(given, factor, block, **OBS_CHOICES[choice](rows, cols))
+
+
+def check_obs_of_wide_weights() -> None:
+    """Errors of more than 1024 columns reach the columns on their right in two levels."""
+    weight, factor = obs_problem(3, 1100, FP32)
+    assert_obs_alike(weight, factor, 100, **OBS_CHOICES["mask"](3, 1100))
 
 
 def check_obs_ties(kind: str) -> None:
     """Equal scores go by (row, column) over all tiles."""
-    from fwanda_kernels.triton import obs
-
     weight, eye = make_weight(70, 24, FP32, kind=kind, device=DEVICE), torch.eye(24, device=DEVICE)
     weight = torch.where(weight == 0, 0.25, weight)
     for sparsity in ("0.5", "0.31", "0.999"):
-        ours, expected = obs_pair(obs, weight, eye, 16, sparsity=sparsity)
-        assert torch.equal(ours, expected)
-    ours, expected = obs_pair(obs, weight, eye, 16, keep=torch.full((70,), 11, device=DEVICE))
-    assert torch.equal(ours, expected)
+        found, expected = obs_pair(weight, eye, 16, sparsity=sparsity)
+        assert torch.equal(found, expected)
+    found, expected = obs_pair(weight, eye, 16, keep=torch.full((70,), 11, device=DEVICE))
+    assert torch.equal(found, expected)
 
 
 def check_obs_declines() -> None:
-    from fwanda_kernels.triton import obs
-
+    """A block that is too wide, and a Gram matrix of fp32; a forced backend that declines says so."""
     weight, factor = obs_problem(2, 300, FP32)
-    rest = (None, None, None, None)
-    assert obs.obs_prune_(weight, None, factor, "0.5", *rest, 256, 0.01) is NotImplemented
-    assert obs.accumulate_gram_(factor, weight, None) is NotImplemented
+    with pytest.raises(fk.BackendError, match="obs_prune_: .*triton: declines these arguments"):
+        ours.obs_prune_(weight, None, factor, "0.5", None, None, None, None, 256, 0.01)
+    with pytest.raises(fk.BackendError, match="accumulate_gram_: .*triton: declines these arguments"):
+        ours.accumulate_gram_(factor, weight, None)
 
 
 CASES = {f"gram-{dtype}": (check_gram, dtype) for dtype in (BF16, FP16)}
 CASES |= {f"obs-{choice}": (check_obs, choice) for choice in OBS_CHOICES}
 CASES |= {f"obs_ties-{kind}": (check_obs_ties, kind) for kind in ("all_equal", "two_values", "heavy_ties")}
-CASES |= {"obs_declines": (check_obs_declines,)}
+CASES |= {"obs_of_wide_weights": (check_obs_of_wide_weights,), "obs_declines": (check_obs_declines,)}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fwanda_kernels as fk
-from fwanda_kernels import hooks
 
 BATCH, LENGTH, VOCAB, WIDTH = 3, 7, 19, 8
 
@@ -149,26 +149,29 @@ def test_passes_accumulate(mode):
     assert_statistics(stats, expected, times=2)
 
 
+class ReducedWidths(TorchDispatchMode):
+    """Collects the width of every input that is reduced to squared sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.widths = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fwanda.accumulate_sq_sums_.default:
+            self.widths.append(args[1].shape[-1])
+        if func is torch.ops.fwanda.foreach_accumulate_sq_sums_.default:
+            self.widths.extend(x.shape[-1] for x in args[1])
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("mode", [None, "reentrant", "non_reentrant"])
-def test_shared_inputs_are_reduced_once(mode, monkeypatch):
+def test_shared_inputs_are_reduced_once(mode):
     model, ids = tiny()
-    widths = []
-
-    def count(acc, x, **kwargs):
-        widths.append(x.shape[-1])
-        fk.accumulate_sq_sums_(acc, x, **kwargs)
-
-    def count_all(accs, xs, **kwargs):
-        widths.extend(x.shape[-1] for x in xs)
-        fk.foreach_accumulate_sq_sums_(accs, xs, **kwargs)
-
-    monkeypatch.setattr(hooks, "accumulate_sq_sums_", count)
-    monkeypatch.setattr(hooks, "foreach_accumulate_sq_sums_", count_all)
-    with fk.collect_statistics(linears(model)):
+    with ReducedWidths() as reduced, fk.collect_statistics(linears(model)):
         output = model(ids, mode)
-        assert widths == [WIDTH, WIDTH, WIDTH, 12] * 2  # q/k/v, o, gate/up, down
+        assert reduced.widths == [WIDTH, WIDTH, WIDTH, 12] * 2  # q/k/v, o, gate/up, down
         loss_of(output, ids).backward()
-    assert len(widths) == 2 * (4 + 7)
+    assert len(reduced.widths) == 2 * (4 + 7)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

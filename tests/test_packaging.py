@@ -53,10 +53,15 @@ def test_pure_wheel_holds_both_packages_and_the_sources_and_no_library(source_tr
     assert wheel.name.endswith("-py3-none-any.whl")
     folders = {
         "fwanda_kernels": (source_tree / "fwanda_kernels", "*.py"),
-        "fwanda_kernels/csrc": (source_tree / "csrc", "*.c*"),
+        "fwanda_kernels/csrc": (source_tree / "csrc", "*.*"),
         "fwanda_pruner": (source_tree / "python" / "fwanda_pruner", "*.py"),
     }
-    expected = {f"{name}/{path.name}" for name, (folder, glob) in folders.items() for path in folder.glob(glob)}
+    expected = {
+        f"{name}/{path.relative_to(folder).as_posix()}"
+        for name, (folder, glob) in folders.items()
+        for path in folder.rglob(glob)
+    }
+    assert {"fwanda_kernels/_backends/triton/obs.py", "fwanda_kernels/csrc/bad.h"} <= expected
     assert expected | {"fwanda_kernels/py.typed", "fwanda_pruner/py.typed"} <= names
     assert not [name for name in names if name.endswith(".so")]
 
@@ -121,12 +126,23 @@ def test_unknown_modes_are_refused_by_name(tmp_path):
         ),
     ],
 )
-def test_cuda_architectures_follow_torch_cuda_arch_list(listed, flags, monkeypatch):
+def test_cuda_architectures_follow_torch_cuda_arch_list(listed, flags, tmp_path, monkeypatch):
+    """A compiler that refuses everything shows the command it was given."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-    assert build["_arch_flags"]("nvcc") == flags
+    with pytest.raises(build["BuildError"]) as error:
+        build["build"]("cuda", tmp_path)
+    command = next(line for line in str(error.value).splitlines() if "-gencode" in line)
+    assert [word for word in command.split() if word.startswith("-gencode")] == flags
 
 
-def test_an_unreadable_architecture_is_named(monkeypatch):
+def test_an_unreadable_architecture_is_named(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
     with pytest.raises(build["BuildError"], match="got 'Hopper'"):
-        build["_arch_flags"]("nvcc")
+        build["build"]("cuda", tmp_path)

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_triton_obs import CASES as OBS_CASES
+from helpers_triton_obs import ours, reference
 
-from fwanda_kernels import reference
+import fwanda_kernels as fk
 from fwanda_kernels.testing import KINDS, assert_masks_equal, make_keep, make_scale, make_weight
 
 ROOT = Path(__file__).parents[1]
@@ -30,33 +31,29 @@ def flag() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
 
-def prunes_alike(op: str, module, weight, *arguments) -> None:
-    ours, expected = weight.clone(), weight.clone()
-    getattr(module, op)(ours, *arguments, flag())
+def prunes_alike(op: str, weight, *arguments) -> None:
+    found, expected = weight.clone(), weight.clone()
+    getattr(ours, op)(found, *arguments, flag())
     getattr(reference, op)(expected, *arguments, flag())
     bits = torch.int32 if weight.dtype == FP32 else torch.int16
-    assert torch.equal(ours.view(bits), expected.view(bits))  # +0.0 and not -0.0
+    assert torch.equal(found.view(bits), expected.view(bits))  # +0.0 and not -0.0
 
 
 def check_row_topk(kind: str, rows: int = 5, cols: int = 100) -> None:
-    from fwanda_kernels.triton import select
-
     weight = make_weight(rows, cols, DTYPE_OF[kind], kind=kind, device=DEVICE)
     scale, keep = make_scale(cols, device=DEVICE), make_keep(rows, cols, device=DEVICE)
     expected = reference.row_topk_mask(weight, scale, keep, None)
-    assert_masks_equal(select.row_topk_mask(weight, scale, keep, None), expected)
-    assert_masks_equal(select.row_topk_mask(weight.t().contiguous().t(), scale, keep, flag()), expected)
-    prunes_alike("row_topk_prune_", select, weight, scale, keep)
+    assert_masks_equal(ours.row_topk_mask(weight, scale, keep, None), expected)
+    assert_masks_equal(ours.row_topk_mask(weight.t().contiguous().t(), scale, keep, flag()), expected)
+    prunes_alike("row_topk_prune_", weight, scale, keep)
 
 
 def check_nm(kind: str) -> None:
-    from fwanda_kernels.triton import sparse24
-
     for n, m, cols in ((2, 4, 64), (3, 8, 40), (2, 5, 35)):
         weight, scale = make_weight(3, cols, DTYPE_OF[kind], kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
         expected = reference.nm_mask(weight, scale, n, m, None)
-        assert_masks_equal(sparse24.nm_mask(weight, scale, n, m, None), expected)
-        prunes_alike("nm_prune_", sparse24, weight, scale, n, m)
+        assert_masks_equal(ours.nm_mask(weight, scale, n, m, None), expected)
+        prunes_alike("nm_prune_", weight, scale, n, m)
 
 
 def threshold_lists(kind: str) -> tuple[list, list, list, int]:
@@ -69,17 +66,16 @@ def threshold_lists(kind: str) -> tuple[list, list, list, int]:
 
 
 def check_threshold(kind: str) -> None:
-    from fwanda_kernels.triton import select
-
     *lists, size = threshold_lists(kind)
     for total in (0, size // 3, size):
-        ours = select.select_threshold(*lists, total, None)
-        assert torch.equal(ours, reference.select_threshold(*lists, total, None))
-        assert ours.sum() == total
+        found = ours.select_threshold(*lists, total, None)
+        assert torch.equal(found, reference.select_threshold(*lists, total, None))
+        assert found.sum() == total
 
 
 def check_missed_bracket() -> None:
-    from fwanda_kernels.triton import select, threshold
+    """The threshold outside of the first bracket, which no sample of so few weights misses by itself."""
+    from fwanda_kernels._backends.triton import threshold
 
     *lists, size = threshold_lists("normal")
     expected = reference.select_threshold(*lists, size // 2, None)
@@ -88,101 +84,87 @@ def check_missed_bracket() -> None:
         threshold._bracket = lambda s, t, n, at=(low, high): torch.tensor(
             [*at, at[0], 1], dtype=torch.int32, device=s.device
         )
-        assert torch.equal(select.select_threshold(*lists, size // 2, None), expected)
+        assert torch.equal(ours.select_threshold(*lists, size // 2, None), expected)
     threshold._bracket = bracket
 
 
 def check_small_sample() -> None:
-    from fwanda_kernels.triton import select, threshold
+    """A sample smaller than the weights; at its real size that takes more weights than the interpreter can do."""
+    from fwanda_kernels._backends.triton import threshold
 
     threshold.SAMPLE, before = 64, threshold.SAMPLE
     check_threshold("heavy_ties")
     threshold.SAMPLE = before
-    assert select.select_threshold is threshold.select_threshold
 
 
-def check_parts_of_long_rows() -> None:
-    """Two resident parts and a re-read rest, at a size that the interpreter can do."""
-    from fwanda_kernels.triton import select
-
-    parts, select.parts_of = select.parts_of, lambda cols: (64, 32, True, 1, 96)
+def check_long_rows() -> None:
+    """Rows beyond what registers hold: two resident parts and a rest that is read again."""
     for kind in ("normal", "two_values"):
-        check_row_topk(kind, cols=2500)
-    select.parts_of = parts
+        check_row_topk(kind, rows=4, cols=30_000)
 
 
 def check_foreach_row_topk() -> None:
-    from fwanda_kernels.triton import select
-
     weights = [make_weight(r, c, dtype, seed=c, device=DEVICE) for r, c, dtype in ((3, 40, BF16), (5, 33, FP32))]
     scales = [make_scale(w.shape[1], device=DEVICE) for w in weights]
     keeps = [make_keep(*w.shape, device=DEVICE) for w in weights]
     expected = [w.clone() for w in weights]
     reference.foreach_row_topk_prune_(expected, scales, keeps, None)
-    ours = [w.clone() for w in weights]
-    select.foreach_row_topk_prune_(ours, scales, keeps, None)
-    assert all(map(torch.equal, ours, expected))
+    found = [w.clone() for w in weights]
+    ours.foreach_row_topk_prune_(found, scales, keeps, None)
+    assert all(map(torch.equal, found, expected))
     weights[1][4, 7] = float("nan")
     before, bad = [w.clone() for w in weights], torch.zeros(2, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="at index 1: weight has NaN or inf"):
-        select.foreach_row_topk_prune_(weights, scales, keeps, None)
+        ours.foreach_row_topk_prune_(weights, scales, keeps, None)
     assert all(map(torch.equal, map(torch.nan_to_num, weights), map(torch.nan_to_num, before)))
-    select.foreach_row_topk_prune_(weights, scales, keeps, bad)
+    ours.foreach_row_topk_prune_(weights, scales, keeps, bad)
     assert bad.tolist() == [0, 1] and torch.equal(weights[0], expected[0])
 
 
 def check_compress_24(kind: str, rows: int = 64, cols: int = 160) -> None:
-    from fwanda_kernels.triton import sparse24
-
     dtype = FP16 if DTYPE_OF[kind] == FP16 else BF16
     weight, scale = make_weight(rows, cols, dtype, kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
     expected = reference.compress_24(weight, scale, None)
     for given in (weight, weight.t().contiguous().t()):
-        for actual, wanted in zip(sparse24.compress_24(given, scale, None), expected, strict=True):
+        for actual, wanted in zip(ours.compress_24(given, scale, None), expected, strict=True):
             assert torch.equal(actual.view(torch.int16), wanted.view(torch.int16))
 
 
 def check_sq_sums() -> None:
-    from fwanda_kernels.triton import stats
-
     x = make_weight(300, 70, BF16, device=DEVICE).view(2, 150, 70)
     mask = torch.arange(300, device=DEVICE).view(2, 150) % 3 != 0
     x[~mask] = float("nan")
     acc = torch.ones(70, device=DEVICE)
-    stats.accumulate_sq_sums_(acc, x, mask)
+    ours.accumulate_sq_sums_(acc, x, mask)
     expected = 1 + x[mask].double().square().sum(0)
     assert ((acc - expected).abs() <= 1e-6 * expected).all()
 
 
 def check_foreach_sq_sums(scale: int = 1) -> None:
     """The bits of single calls, for mixed dtypes, widths, strides, alignments and token counts, and twice the same."""
-    from fwanda_kernels.triton import stats
-
     shapes = ((300, 48, BF16), (70, 70, BF16), (5, 33, FP32), (0, 16, BF16), (300 * scale, 64, BF16), (9, 16, FP16))
     xs = [make_weight(t, c, dtype, seed=c, device=DEVICE) for t, c, dtype in shapes]
     xs += [xs[0].t().contiguous().t(), make_weight(20, 65, BF16, device=DEVICE)[:, 1:], xs[0].view(3, 100, 48)]
     single = [torch.ones(x.shape[-1], device=DEVICE) for x in xs]
     for acc, x in zip(single, xs, strict=True):
         if x.numel():
-            stats.accumulate_sq_sums_(acc, x, None)
+            ours.accumulate_sq_sums_(acc, x, None)
     for _ in range(2):
         grouped = [torch.ones(x.shape[-1], device=DEVICE) for x in xs]
-        stats.foreach_accumulate_sq_sums_(grouped, xs, None)
+        ours.foreach_accumulate_sq_sums_(grouped, xs, None)
         assert all(map(torch.equal, grouped, single))
     mask = torch.arange(20, device=DEVICE) % 3 != 0
     xs, accs = [x[:20].clone() for x in xs[:2]], [torch.zeros(96, device=DEVICE)[::2], torch.zeros(70, device=DEVICE)]
     expected = [x[mask].double().square().sum(0) for x in xs]
     for x in xs:
         x[~mask] = float("nan")
-    stats.foreach_accumulate_sq_sums_(accs, xs, mask)
+    ours.foreach_accumulate_sq_sums_(accs, xs, mask)
     for acc, wanted in zip(accs, expected, strict=True):
         assert ((acc - wanted).abs() <= 1e-6 * wanted).all()
 
 
 def check_sq_sums_order() -> None:
     """The order of additions that every device follows, on slabs of 256 tokens and tiles of 128."""
-    from fwanda_kernels.triton import stats
-
     x = make_weight(400, 24, BF16, device=DEVICE)
     tiles = torch.cat((x.float().square(), torch.zeros(112, 24, device=DEVICE))).view(2, 2, 128, 24)
     while tiles.shape[2] > 16:
@@ -191,48 +173,42 @@ def check_sq_sums_order() -> None:
     while slabs.shape[1] > 1:
         slabs = slabs[:, ::2] + slabs[:, 1::2]
     acc = torch.ones(24, device=DEVICE)
-    stats.accumulate_sq_sums_(acc, x, None)
+    ours.accumulate_sq_sums_(acc, x, None)
     assert torch.equal(acc, (1 + slabs[:, 0].double().sum(0)).float())
 
 
 def check_bad_values() -> None:
-    from fwanda_kernels.triton import select, sparse24
-
     good_keep = torch.tensor([1, 2], device=DEVICE)
     for code, value, place in ((1, float("nan"), "weight"), (1, float("inf"), "weight"), (2, -1.0, "scale")):
         weight, scale = torch.ones(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
         (weight[1] if place == "weight" else scale)[5] = value
         before = weight.clone()
         calls = {
-            "row_topk_mask": lambda bad, w=weight, s=scale: select.row_topk_mask(w, s, good_keep, bad),
-            "row_topk_prune_": lambda bad, w=weight, s=scale: select.row_topk_prune_(w, s, good_keep, bad),
-            "nm_mask": lambda bad, w=weight, s=scale: sparse24.nm_mask(w, s, 2, 4, bad),
-            "nm_prune_": lambda bad, w=weight, s=scale: sparse24.nm_prune_(w, s, 2, 4, bad),
-            "compress_24": lambda bad, w=weight, s=scale: sparse24.compress_24(
-                w.to(BF16).repeat(16, 4), s.repeat(4), bad
-            ),
-            "select_threshold": lambda bad, w=weight, s=scale: select.select_threshold([w], [s[:2]], [s], 3, bad),
+            "row_topk_mask": lambda bad, w=weight, s=scale: ours.row_topk_mask(w, s, good_keep, bad),
+            "row_topk_prune_": lambda bad, w=weight, s=scale: ours.row_topk_prune_(w, s, good_keep, bad),
+            "nm_mask": lambda bad, w=weight, s=scale: ours.nm_mask(w, s, 2, 4, bad),
+            "nm_prune_": lambda bad, w=weight, s=scale: ours.nm_prune_(w, s, 2, 4, bad),
+            "compress_24": lambda bad, w=weight, s=scale: ours.compress_24(w.to(BF16).repeat(16, 4), s.repeat(4), bad),
+            "select_threshold": lambda bad, w=weight, s=scale: ours.select_threshold([w], [s[:2]], [s], 3, bad),
         }
         for op, call in calls.items():
             with pytest.raises(ValueError) as error:
                 call(None)
-            assert str(error.value) == reference.bad_message(op, code)
+            assert str(error.value) == fk.bad_message(op, code)
             assert torch.equal(weight.nan_to_num(7), before.nan_to_num(7)), f"{op} wrote before it raised"
             found = flag()
             call(found)
             assert found.item() == code
             weight.copy_(before)
     with pytest.raises(ValueError, match="keep"):
-        select.row_topk_prune_(torch.ones(2, 8, device=DEVICE), scale.abs(), good_keep + 7, None)
+        ours.row_topk_prune_(torch.ones(2, 8, device=DEVICE), scale.abs(), good_keep + 7, None)
 
 
 def check_negative_zero_scale() -> None:
-    from fwanda_kernels.triton import select
-
     scale = torch.tensor([-0.0, 0.0, -0.0, 1.0], device=DEVICE)
     weight, keep = torch.ones(4, 4, device=DEVICE), torch.arange(4, device=DEVICE)
     expected = reference.row_topk_mask(weight, scale, keep, None)
-    assert_masks_equal(select.row_topk_mask(weight, scale, keep, None), expected)
+    assert_masks_equal(ours.row_topk_mask(weight, scale, keep, None), expected)
 
 
 CASES = {f"row_topk-{kind}": (check_row_topk, kind) for kind in KINDS}
@@ -245,7 +221,7 @@ CASES |= {
     for check in (
         check_missed_bracket,
         check_small_sample,
-        check_parts_of_long_rows,
+        check_long_rows,
         check_foreach_row_topk,
         check_sq_sums,
         check_sq_sums_order,
@@ -282,7 +258,7 @@ def compilation() -> subprocess.Popen:
     pytest.importorskip("triton", reason="triton is not installed")
     code = f"""
 import json
-from fwanda_kernels.triton.aot import compile_kernels
+from fwanda_kernels._backends.triton.aot import compile_kernels
 print(json.dumps({{arch: compile_kernels(arch) for arch in {ARCHITECTURES}}}))
 """
     return start("-c", code, interpret="0")
@@ -342,21 +318,17 @@ def test_grouped_sums_on_gpu() -> None:
 def test_compress_24_on_gpu_is_what_torch_packs(kind: str) -> None:
     from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
-    from fwanda_kernels.triton import sparse24
-
     for rows, cols in ((32, 32), (4096, 4096), (1376, 11008)):
         weight, scale = make_weight(rows, cols, BF16, kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
-        values, meta = sparse24.compress_24(weight, scale, flag())
+        values, meta = ours.compress_24(weight, scale, flag())
         pruned = weight.clone()
-        sparse24.nm_prune_(pruned, scale, 2, 4, flag())
+        ours.nm_prune_(pruned, scale, 2, 4, flag())
         packed, reordered = sparse_semi_structured_from_dense_cutlass(pruned)
         assert torch.equal(values, packed) and torch.equal(meta, reordered.view(rows, cols // 16))
 
 
 @needs_gpu
 def test_cuda_graph_replays_the_ops() -> None:
-    from fwanda_kernels.triton import select, sparse24, stats
-
     weight, scale = make_weight(64, 512, BF16, device=DEVICE), make_scale(512, device=DEVICE)
     keep, bad, accs = make_keep(64, 512, device=DEVICE), flag(), torch.zeros(3, 512, device=DEVICE)
     pruned = torch.empty(2, 64, 512, dtype=BF16, device=DEVICE)
@@ -364,13 +336,13 @@ def test_cuda_graph_replays_the_ops() -> None:
 
     def ops():
         accs.zero_()
-        stats.accumulate_sq_sums_(accs[0], weight, None)
-        stats.foreach_accumulate_sq_sums_([accs[1], accs[2]], [weight, weight[:40]], None)
-        counts = select.select_threshold([weight], [scale[:64].contiguous()], [scale], 9000, bad)
+        ours.accumulate_sq_sums_(accs[0], weight, None)
+        ours.foreach_accumulate_sq_sums_([accs[1], accs[2]], [weight, weight[:40]], None)
+        counts = ours.select_threshold([weight], [scale[:64].contiguous()], [scale], 9000, bad)
         pruned.copy_(weight)
-        select.foreach_row_topk_prune_(list(pruned), [scale, scale], [keep, keep.flip(0)], bads)
-        masks = select.row_topk_mask(weight, scale, keep, bad), sparse24.nm_mask(weight, scale, 2, 4, bad)
-        return *masks, counts, *sparse24.compress_24(weight, scale, bad), accs, pruned
+        ours.foreach_row_topk_prune_(list(pruned), [scale, scale], [keep, keep.flip(0)], bads)
+        masks = ours.row_topk_mask(weight, scale, keep, bad), ours.nm_mask(weight, scale, 2, 4, bad)
+        return *masks, counts, *ours.compress_24(weight, scale, bad), accs, pruned
 
     ops()
     graph = torch.cuda.CUDAGraph()
@@ -387,8 +359,6 @@ def test_cuda_graph_replays_the_ops() -> None:
 @needs_gpu
 def test_more_than_two_billion_elements_on_gpu() -> None:
     """Rows and columns beyond element 2^31 give what they give alone."""
-    from fwanda_kernels.triton import select, sparse24, stats
-
     rows, cols = 70_000, 32_768
     places = torch.tensor([0, 65_535, 65_536, 65_537, rows - 1], device=DEVICE)
     weight = torch.empty(rows, cols, dtype=BF16, device=DEVICE)
@@ -396,19 +366,19 @@ def test_more_than_two_billion_elements_on_gpu() -> None:
         piece.normal_()
     scale, keep, bad = make_scale(cols, device=DEVICE), make_keep(rows, cols, device=DEVICE), flag()
     whole = weight[: rows // 32 * 32]
-    values, meta = sparse24.compress_24(whole, scale, bad)
+    values, meta = ours.compress_24(whole, scale, bad)
     alone = reference.compress_24(whole[-32:], scale, None)
     assert torch.equal(values[-32:], alone[0])
     assert torch.equal(meta.view(cols // 32, -1)[:, -64:], alone[1].view(cols // 32, -1))
     del values, meta
     acc, grouped, expected = torch.zeros(3, cols, device=DEVICE)
-    stats.accumulate_sq_sums_(acc, weight, None)
-    stats.foreach_accumulate_sq_sums_([grouped], [weight], None)
+    ours.accumulate_sq_sums_(acc, weight, None)
+    ours.foreach_accumulate_sq_sums_([grouped], [weight], None)
     reference.accumulate_sq_sums_(expected, weight, None)
     assert torch.equal(acc, grouped) and ((acc - expected).abs() <= 1e-5 * expected).all()
     some = weight[places]
     reference.row_topk_prune_(some, scale, keep[places], None)
-    select.row_topk_prune_(weight, scale, keep, bad)
+    ours.row_topk_prune_(weight, scale, keep, bad)
     assert torch.equal(weight[places], some) and not bad.any()
 
 

@@ -1,8 +1,10 @@
-"""The fast backends (the function `fwanda_kernels.backends` has the plain name). Each module has functions with the names and arguments of the ops it serves.
+"""The fast backends. Each module has functions with the names and arguments of the ops it serves.
 
 native_cpu and native_cuda wrap the libraries that `python -m fwanda_kernels --build` compiles from csrc/; triton/ has a
 module for each family of ops. _dispatch.py imports a module on the first call that could use it. A module that cannot
 serve on this machine raises ImportError with the reason; a function returns NotImplemented for arguments it declines.
+
+The underscore keeps the name `fwanda_kernels.backends` for the function.
 """
 
 from __future__ import annotations
