@@ -151,8 +151,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "memory in blocks": (
         "Memory runs out block by block (the tests raise the error)",
-        "fwanda halves the batches, and says so, before it measures the first block; later it ends with one line that "
-        "names `--micro-batch`, and finished blocks stay for `--resume`",
+        "fwanda halves the batches and says so; what never fits is an error of one line, and finished blocks stay for "
+        "`--resume`",
     ),
     "fuzz": (
         "Files of any content",
