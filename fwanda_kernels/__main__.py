@@ -1,4 +1,4 @@
-"""`python -m fwanda_kernels`: which backend serves which op here, and why not the others."""
+"""`python -m fwanda_kernels`: lists the backend that serves each op here, and why others do not; builds libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._dispatch import forced_backend
 
 
 def describe() -> str:
-    """The table that `python -m fwanda_kernels` prints: ops that the same backends serve share a paragraph.
+    """Make the table that `python -m fwanda_kernels` prints. Ops that the same backends serve share a paragraph.
 
     Raises:
         ValueError: FWANDA_BACKEND names no backend.
@@ -43,7 +43,8 @@ def _device_lines(name: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m fwanda_kernels", description="Show which backend serves which op here, or build one."
+        prog="python -m fwanda_kernels",
+        description="List the backend that serves each op on this machine, or build the native ones.",
     )
     parser.add_argument("--build", choices=("cpu", "cuda", "all"), help="compile the native backend beside the package")
     args = parser.parse_args()

@@ -1,8 +1,8 @@
 """Compile csrc/ into shared libraries, for setup.py and for `python -m fwanda_kernels --build`.
 
 Both libraries use only LibTorch's stable ABI, so one build serves every torch from 2.10 on and every Python; they are
-loaded with `torch.ops.load_library`. This file must run on its own (setup.py does not import the package), and finds
-torch's headers without importing torch.
+loaded with `torch.ops.load_library`. setup.py runs this file without the package, so it imports nothing from it. It
+finds torch's headers without importing torch.
 
 Environment: CXX, CUDA_HOME, TORCH_CUDA_ARCH_LIST (as in torch: "8.0;9.0+PTX"), MAX_JOBS.
 """
@@ -37,7 +37,7 @@ def build(which: str, out_dir: Path | None = None) -> list[Path]:
         out_dir: folder to write to; the package itself when None, where `find_library` looks.
 
     Returns:
-        The libraries written, each replaced whole or left as it was.
+        The libraries written. If a build fails, the old library stays as it was.
 
     Raises:
         BuildError: a tool, torch or the sources are missing, the folder is not writable, or a compile failed.
@@ -56,8 +56,8 @@ def build_for_install(mode: str, out_dir: Path, *, keep: bool = False) -> list[P
     """Serve FWANDA_BUILD while the package is being installed.
 
     Args:
-        mode: `0` builds nothing; `auto` builds what this machine can and never fails; `cpu`, `cuda` and `all` build
-            just that or raise.
+        mode: `0` builds nothing; `auto` builds what this machine has tools for, and never fails; `cpu`, `cuda` and
+            `all` build just that or raise.
         out_dir: the package folder being put together.
         keep: leave libraries of an earlier build in `out_dir` (an editable install), instead of removing them.
 
@@ -89,7 +89,7 @@ def build_for_install(mode: str, out_dir: Path, *, keep: bool = False) -> list[P
 
 
 def find_library(which: str) -> Path | None:
-    """Path of the built `cpu` or `cuda` library beside the package, None where it was not built."""
+    """Path of the built `cpu` or `cuda` library beside the package, or None if it was not built."""
     path = PACKAGE / LIBRARIES[which]
     return path if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Keep budgets per row: proportional to a signal within bounds, or from row scales that compare many matrices."""
+"""How many weights each row keeps: in proportion to a signal, or by row scales that compare many matrices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_SMALLEST = 2.0**-900  # of the largest signal; anything below counts as 0
+_SMALLEST = 2.0**-900  # a smaller share of the largest signal counts as 0
 _EXACT_INTEGERS = 2**53
 _CHUNK_ROWS = 1024
 _PARTS = 16
@@ -21,8 +21,8 @@ def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, b
         total: number kept in the matrix, R * k_min <= total <= R * k_max.
         k_min: fewest kept in a row.
         k_max: most kept in a row: C.
-        bad: [1] int32 on the device of v. With it nothing waits for the device: 1 is ORed into it where v is negative
-            or not finite, and the counts are then meaningless.
+        bad: [1] int32 on the device of v. With it nothing waits for the device: 1 is ORed into it if v is negative or
+            not finite; the counts then have no meaning.
 
     Returns:
         [R] int64.
@@ -30,11 +30,11 @@ def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, b
     Raises:
         ValueError: v is empty, negative or not finite, or total is out of reach.
 
-    Rule: x_i = clamp(lambda * v_i, k_min, k_max) with the lambda for which the x_i sum to total, then floor, then +1 to
-    the largest remainders, ties to the lowest row. Rows with v_i = 0 stay at k_min until all others are at k_max; the
-    rest is spread evenly over them; rows below 2^-900 of the largest count as 0. Source: the paper, equation 3 and
-    algorithm 2 (which clamps both bounds at once and
-    can lose the total).
+    Rule: x_i = clamp(lambda * v_i, k_min, k_max), with the lambda for which the x_i sum to total. The x_i are rounded
+    down; then the rows with the largest remainders get one more each, among equal remainders the lowest row first. Rows
+    with v_i = 0 stay at k_min until all others are at k_max; what is left is spread evenly over them. A v_i below
+    2^-900 of the largest counts as 0. Source: the paper, equation 3 and algorithm 2 (which clamps both bounds at once
+    and can lose the total).
     """
     return allocate_budgets([v], [total], k_min=k_min, k_max=[k_max], bad=bad)[0]
 
@@ -47,11 +47,11 @@ def allocate_budgets(
     k_max: Sequence[int],
     bad: Tensor | None = None,
 ) -> list[Tensor]:
-    """allocate_row_budgets() for L matrices at once, each with its own total, on the device of the signals.
+    """Allocate the rows of L matrices at once as allocate_row_budgets() does, on the device of the signals.
 
     Args:
         vs: L vectors [R_l] floating, finite and >= 0, on one device.
-        totals: L totals.
+        totals: L numbers kept, one for each matrix.
         k_min: fewest kept in a row, in every matrix.
         k_max: L numbers: the most kept in a row of each matrix.
         bad: as in allocate_row_budgets().
@@ -118,9 +118,9 @@ def global_row_scales(
 
     Formula, in fp64, with omega divided by its mean over all rows and m_i = mean_j(|W_ij| * norm_j):
     a_i = omega_i^(b/2) * m_i^(b-1) / mean_i(omega_i^(b/2) * m_i^b)^(1-c), and 0 where omega_i or m_i is 0. With
-    b = c = 1 the score |W_ij| * norm_j * a_i is sqrt(omega_i) * |W_ij| * norm_j; its square is twice the
-    Kronecker-diagonal estimate of what the summed loss gains when W_ij goes. Waits for the device once; reads each
-    weight once. Source: ours, from the Fisher information of the paper.
+    b = c = 1 the score |W_ij| * norm_j * a_i is sqrt(omega_i) * |W_ij| * norm_j. Its square is twice the
+    Kronecker-diagonal estimate of how much the summed loss grows if W_ij is removed. Waits for the device once; reads
+    each weight once. Source: ours, from the Fisher information of the paper.
     """
     if not weights or not len(weights) == len(omegas) == len(norms):
         raise ValueError(
@@ -157,10 +157,10 @@ def _mean_score(weight: Tensor, norm: Tensor) -> Tensor:
 def _padded(
     vs: Sequence[Tensor], sizes: list[int], totals: Sequence[int], k_max: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Few launches for any L, and none that waits for the device.
+    """Put vectors of several lengths into one matrix, in few launches for any L; none waits for the device.
 
     Returns:
-        [L, R] fp64 signals, zeros where a vector is shorter; [L, R] bool where it is not; the flat position of each
+        [L, R] fp64 signals, with zeros after a shorter vector; [L, R] bool, False there; the flat position of each
         row of the vectors in [L, R]; totals and k_max as [2, L, 1] int64.
     """
     flat = torch.cat(list(vs)).double()
@@ -179,7 +179,9 @@ def _padded(
 def _allocate(signal: Tensor, valid: Tensor, total: Tensor, k_min: int, k_max: Tensor) -> Tensor:
     """The rule of allocate_row_budgets() on padded rows: signal, valid [L, R]; total, k_max [L, 1] int64."""
     exponent = torch.frexp(signal.amax(1, keepdim=True)).exponent
-    signal = torch.ldexp(signal, -exponent)  # a power of two: exact, so the result does not depend on the scale
+    signal = torch.ldexp(
+        signal, -exponent
+    )  # scaling by a power of two is exact, so the result does not depend on the size of the signal
     positive = valid & (signal > _SMALLEST)
     zero = valid & ~positive
     zeros = zero.sum(1, keepdim=True)
@@ -199,9 +201,9 @@ def _allocate(signal: Tensor, valid: Tensor, total: Tensor, k_min: int, k_max: T
 def _water_fill(signal: Tensor, positive: Tensor, total: Tensor, k_min: int, k_max: Tensor) -> Tensor:
     """x_i = clamp(lambda v_i, k_min, k_max), with the lambda for which the positive rows sum to total.
 
-    The sum is piecewise linear in lambda, with a bend where a row leaves k_min (lambda = k_min / v_i) or reaches k_max.
-    On sorted rows two searches, run side by side, find the bends around total, between which lambda has a closed form.
-    Each round cuts a bracket into 16: a fixed, small number of steps for any spread.
+    The sum is piecewise linear in lambda. It bends where a row leaves k_min (lambda = k_min / v_i) or reaches k_max.
+    Two searches over the sorted rows, run side by side, find the bends around total; between them lambda has a closed
+    form. Each round cuts a bracket into 16 parts, so the number of rounds is small and does not depend on the values.
     """
     count, rows = signal.shape
     ascending = torch.where(positive, signal, 0).sort(dim=1).values
@@ -222,7 +224,7 @@ def _water_fill(signal: Tensor, positive: Tensor, total: Tensor, k_min: int, k_m
         middle = prefix.gather(1, high) - prefix.gather(1, low)
         at_lam = k_min * (low - first) + lam * middle + k_max * (rows - high)
         reaches = (step == 0) | (at_lam >= total).view(count, 2, -1)
-        reaches = reaches.long().cumprod(2).bool()  # up to the first that does not
+        reaches = reaches.long().cumprod(2).bool()  # only those before the first that does not reach it
         gained = torch.where(reaches, step, 0).amax(2)
         width = torch.where(reaches, width[:, :, None], step).amin(2) - gained
         reaching = reaching + gained

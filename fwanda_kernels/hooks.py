@@ -14,7 +14,7 @@ from ._dispatch import define_composite
 from .ops.obs import accumulate_gram_
 from .ops.stats import accumulate_sq_sums_, foreach_accumulate_sq_sums_
 
-_GROUP, _GROUP_BYTES = 8, 1 << 28  # gradients in a launch
+_GROUP, _GROUP_BYTES = 8, 1 << 28  # most gradients, and most of their bytes, in one launch
 _SUMS = "_fwanda_sums"  # the attribute of a hooked module that holds its sums
 
 
@@ -44,7 +44,7 @@ class _ObserveGradient(torch.autograd.Function):
 
 
 def _observe(sums: _Sums, x: Tensor, output: Tensor) -> Tensor | None:
-    """The hook of compiled code, which finds all state on the module: blocks share one graph."""
+    """Hook for compiled code. All state is on the module, because the modules of several blocks share one graph."""
     if sums.leads:
         x2, tokens = sums.compiled
         _observe_input_(x2, tokens, x.detach(), sums.mask)
@@ -52,14 +52,14 @@ def _observe(sums: _Sums, x: Tensor, output: Tensor) -> Tensor | None:
 
 
 class _LastInput:
-    """What was computed from the last input, for the modules that are called with the same tensor next."""
+    """Remembers the last input and what was computed from it, for modules that are called with the same tensor next."""
 
     def __init__(self):
         self._key: tuple | None = None
         self.value: Any = None
 
     def matches(self, x: Tensor, mask: Tensor | None) -> bool:
-        # without a version (inference mode) it cannot be told whether x changed in between
+        # tensors of inference mode have no version, so a change in between would go unnoticed
         if self._key is None or x.is_inference():
             return False
         last, version, last_mask = self._key
@@ -73,7 +73,7 @@ class _LastInput:
 
 
 class _Pending:
-    """Gradients to be reduced, several in a launch. Autograd writes into none that is referred to."""
+    """Gradients that wait to be reduced, several in one launch. Autograd does not overwrite what is held here."""
 
     def __init__(self):
         self._accs: list[Tensor] = []
@@ -104,14 +104,14 @@ class _Pending:
 
 @dataclass
 class _Reduced:
-    """Squared sums [C] of one input, and the sums of the module that was called with it first."""
+    """Squared sums [C] of one input, and the sums of the first module that was called with it."""
 
     x2: Tensor
     leader: _Sums | None = None
 
 
 class LayerStatistics:
-    """Sums over the tokens that one module saw, and what pruning reads from them.
+    """Sums over the tokens that one module saw, and the quantities that pruning derives from them.
 
     Args:
         x2: [C] fp32, sum_t X_tj^2 of the module's input.
@@ -119,7 +119,7 @@ class LayerStatistics:
             only the inputs were measured: then there is no omega.
         n_tokens: number of tokens, padding excluded.
 
-    The arguments are attributes too, and may be added to.
+    The arguments are attributes too; they may be changed.
     """
 
     def __init__(self, x2: Tensor, g2: Tensor | None, n_tokens: int):
@@ -127,24 +127,24 @@ class LayerStatistics:
 
     @property
     def norm(self) -> Tensor:
-        """[C] fp32 norm of each input column, sqrt(x2); ones where no token was seen, so that the magnitude decides."""
+        """[C] fp32 norm of each input column, sqrt(x2); ones if no token was seen, so that the magnitude decides."""
         return self.x2.sqrt() if self.n_tokens else torch.ones_like(self.x2)
 
     @property
     def omega(self) -> Tensor:
-        """[R] fp64 Fisher information of each output, g2 / n_tokens; zeros where no token was seen."""
+        """[R] fp64 Fisher information of each output, g2 / n_tokens; zeros if no token was seen."""
         return self.g2.double() / max(self.n_tokens, 1)
 
 
 class _Sums:
-    """What one hooked module adds to. An attribute of the module, since compiled code finds tensors only there.
+    """The sums of one hooked module. They are an attribute of the module, where compiled code can find them.
 
     Attributes:
         x2, g2: fp32 sums; x2 without the tokens of compiled calls, which `compiled` holds.
         n_tokens: tokens of the calls that were not compiled.
-        compiled: the (x2 [C] fp32, tokens [1] int64 on the CPU) of the compiled calls of the module that is called
-            first with an input; modules with the same input share them.
-        leads: whether this is that module.
+        compiled: (x2 [C] fp32, tokens [1] int64 on the CPU) of compiled calls. Modules with the same input share them;
+            the module that is called first adds to them.
+        leads: whether this module is called first.
         mask: token_mask.
     """
 
@@ -174,18 +174,18 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
     times. A token counts once: inputs that modules share (q/k/v, gate/up) are reduced once, and a forward pass repeated
     by activation checkpointing is ignored. The loss must be a SUM over tokens: with a mean, g2 depends on the batch.
 
-    Code that torch.compile makes is measured too, if all modules ran without it inside the block before: which of them
-    share an input is taken from there. Checkpointing of compiled code is not told from a second pass.
+    Compiled code (torch.compile) is measured too, if all modules first ran uncompiled inside the block: that run shows
+    which modules share an input. With compiled code, activation checkpointing cannot be told from a second pass.
 
     Args:
         modules: name -> linear module (anything with one input [..., C], one output [..., R] and a 2-D weight).
-        initial: name -> the sums of an interrupted collection, to go on from; a name without an entry starts at 0.
+        initial: name -> sums of an interrupted collection to continue from; a name without an entry starts at 0.
 
     Attributes:
         token_mask: [B, L] bool for the next forward pass, False = padding; None (default) counts every position.
         unseen: names of the modules that were never called; they have no entry.
 
-    `stats[name]` is a LayerStatistics: the sums so far.
+    `stats[name]` is a LayerStatistics with the sums so far.
 
     Raises:
         ValueError: in a forward pass, when an input's leading shape is not that of token_mask.
@@ -236,7 +236,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         return [name for name in self._modules if name not in self]
 
     def start(self) -> None:
-        """Hook the modules; a start while started changes nothing, one after stop() goes on adding."""
+        """Hook the modules. While started, start() changes nothing; after stop(), it continues the sums."""
         if self._handles:
             return
         for name, module in self._modules.items():
@@ -260,7 +260,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     def __exit__(self, kind, *_) -> None:
         if kind is not None:
-            self._pending.discard()  # so that they hold no memory, and raise nothing
+            self._pending.discard()  # frees their memory, and raises nothing
         self.stop()
 
     def _forward_hook(self, name: str):
@@ -297,7 +297,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             self._last_input.keep(x, self._token_mask, _Reduced(x2))
         reduced = self._last_input.value
         if name not in self._sums:
-            with torch.inference_mode(False):  # so that later passes may add to them outside inference mode
+            with torch.inference_mode(False):  # later passes add to them outside inference mode
                 start = self._initial.pop(name, None)
                 self._sums[name] = _Sums(x, output, self._token_mask, reduced.leader, start)
             setattr(module, _SUMS, self._sums[name])
@@ -318,8 +318,9 @@ def collect_hessians(
 
     Args:
         modules: name -> linear module with one input [..., C]. Call them in the same order in every forward pass.
-        token_weight: name -> [T] fp32, at least 0: what each token counts, in the order of the calls inside the block;
-            of modules with one input, that of the first is taken. Without an entry, and with None, a token counts 1.
+        token_weight: name -> [T] fp32, at least 0: the weight of each token, in the order of the calls inside the
+            block. Modules that share an input use the entry of the first one called. Without an entry, and with None,
+            each token has weight 1.
 
     Raises:
         ValueError: token_weight names no module or is not [T]; a module sees more tokens than it has weights, in a
@@ -378,5 +379,5 @@ def _first_input(args: tuple, kwargs: dict) -> Tensor:
 
 
 def _recomputing() -> bool:
-    """True inside a backward pass: the forward is then activation checkpointing running a block again."""
+    """True inside a backward pass: activation checkpointing is then running a block's forward again."""
     return torch._C._current_graph_task_id() != -1

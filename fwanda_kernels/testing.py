@@ -1,4 +1,4 @@
-"""Inputs, assertions and timing for tests and benchmarks of the ops, here and in other projects."""
+"""Inputs, assertions and timing for tests and benchmarks of the ops, in this project and in others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._dispatch import OPS
 def make_weight(
     rows: int, cols: int, dtype: torch.dtype = torch.float32, *, kind: str = "normal", seed: int = 0, device="cpu"
 ) -> Tensor:
-    """[rows, cols] weight of a named kind.
+    """Make a [rows, cols] weight of a named kind.
 
     Args:
         kind: one of KINDS; all but "normal" are hard for a selection (ties, zeros, denormals, extremes, order).
@@ -49,7 +49,7 @@ KINDS = {
 
 
 def make_scale(cols: int, *, seed: int = 0, device="cpu") -> Tensor:
-    """[cols] fp32 >= 0 with a wide spread and one zero, like the norms of input columns."""
+    """Make [cols] fp32 >= 0 with a wide spread and one zero, like the norms of input columns."""
     generator = torch.Generator().manual_seed(seed + 1)
     scale = torch.randn(cols, generator=generator).exp()
     if cols > 2:
@@ -58,7 +58,7 @@ def make_scale(cols: int, *, seed: int = 0, device="cpu") -> Tensor:
 
 
 def make_keep(rows: int, cols: int, *, seed: int = 0, device="cpu") -> Tensor:
-    """[rows] int64 in [0, cols], with 0, 1, cols - 1 and cols among the first rows."""
+    """Make [rows] int64 in [0, cols], with 0, 1, cols - 1 and cols in the first rows."""
     generator = torch.Generator().manual_seed(seed + 2)
     keep = torch.randint(0, cols + 1, (rows,), generator=generator)
     edges = torch.tensor([0, min(1, cols), max(cols - 1, 0), cols])[:rows]
@@ -67,7 +67,7 @@ def make_keep(rows: int, cols: int, *, seed: int = 0, device="cpu") -> Tensor:
 
 
 def sample_arguments(device="cpu", dtype: torch.dtype = torch.float32) -> dict[str, tuple]:
-    """Small valid arguments for each op `torch.ops.fwanda.<name>`, for opcheck and tracing: {name: arguments}."""
+    """Make small valid arguments for each op `torch.ops.fwanda.<name>`, for opcheck and tracing: {name: arguments}."""
     return {name: op.sample(_inputs(device, dtype)) for name, op in OPS.items()}
 
 
@@ -111,11 +111,11 @@ _SLEEP_CYCLES = 200_000
 
 @dataclass(frozen=True)
 class Timing:
-    """Median cost of one call.
+    """Cost of one call.
 
     Attributes:
-        us: microseconds; on a GPU of device time.
-        joules: gross energy of the GPU per call; None where it cannot be measured.
+        us: median time in microseconds; on a GPU, of the device.
+        joules: gross energy of the GPU per call; None if it cannot be measured.
     """
 
     us: float
@@ -140,7 +140,7 @@ def bench(
         calls: the same work on rotating buffers; together they should exceed the last-level cache several times.
         device: "cpu" (wall clock) or a CUDA device (events).
         rounds: timed passes over all calls, after one that warms up.
-        reset: run before each pass, outside the timing; an in-place op needs it to meet fresh data.
+        reset: runs before each pass, outside the timing, so that an in-place op finds fresh data.
         energy_seconds: on a GPU, also repeat the calls (without reset) for this long and read the energy counter.
     """
     device = torch.device(device)
