@@ -1,4 +1,4 @@
-"""A real Ctrl-C at a known moment: while a command waits for its text."""
+"""Ctrl-C at known moments: while a command waits for its text, and once a stage is kept."""
 
 import contextlib
 import os
@@ -6,6 +6,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
+
+from fwanda_pruner.run.state import RunState
 
 
 @contextlib.contextmanager
@@ -34,3 +38,22 @@ def interrupted_while_reading(pipe: Path, text: str, runs: Callable[[], bool]) -
         yield
     finally:
         done.set()
+
+
+@contextlib.contextmanager
+def interrupted_after(stage: str) -> Iterator[None]:
+    """Inside the block, a run gets KeyboardInterrupt once it has kept a file of its state.
+
+    Args:
+        stage: name of the file, without .safetensors.
+    """
+    keep = RunState.keep
+
+    def interrupted(self, name, *args):
+        keep(self, name, *args)
+        if name == stage:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunState, "keep", interrupted)
+        yield
