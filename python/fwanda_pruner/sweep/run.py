@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
@@ -96,13 +96,11 @@ def run(
         check_tasks(recipe.tasks, **asdict(tasks))
     with user_errors(Path(output)):
         folder.mkdir(parents=True, exist_ok=True)
-    targets = find_targets(model)[0]
+    engine = ResidentEngine(model, find_targets(model)[0])
     names = {name for config in recipe.cells for name in (config.calibration, config.eval)}
     texts = {name: file_sha256(name) for name in names}
-    sweep = _Sweep(
-        model, tokenizer, recipe, folder, tasks, fingerprint(ResidentEngine(model, targets)), texts, progress
-    )
-    dense_weights = {target.name: target.weight.to("cpu", copy=True) for target in targets}
+    sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
+    weights = _copied(engine)
     cells, shared = {}, _Shared()
     for number, config in enumerate(sorted(recipe.cells, key=_calibration), 1):
         path, label = _cell_path(sweep, config), describe(config, recipe.cells)
@@ -115,8 +113,7 @@ def run(
             except UserError as error:
                 raise UserError(f"{label}: {error}") from error
             finally:
-                for target in targets:
-                    target.weight.copy_(dense_weights[target.name])
+                _restore(engine, weights)
             _write(path, {"model": source, **cell, "dense": dense})
         cells[config] = _read(path, _CELL_KEYS)
     return [cells[config] for config in recipe.cells]
@@ -135,6 +132,22 @@ class _Shared:
     calibration: tuple[str, ...] | None = None
     statistics: Statistics | None = None
     choices: dict[PruneConfig, Choice] = field(default_factory=dict)
+
+
+def _copied(engine: ResidentEngine) -> dict[str, Tensor]:
+    """Copies of the target weights on the CPU, by name."""
+    copies = {}
+    for index in range(engine.block_count):
+        with engine.block(index) as block:
+            copies |= {name: weight.to("cpu", copy=True) for name, weight in block.weights.items()}
+    return copies
+
+
+def _restore(engine: ResidentEngine, weights: dict[str, Tensor]) -> None:
+    for index in range(engine.block_count):
+        with engine.block(index) as block:
+            for name, weight in block.weights.items():
+                weight.copy_(weights[name])
 
 
 def _with_bos(config: PruneConfig, dense: dict) -> PruneConfig:
