@@ -218,7 +218,7 @@ def collected() -> dict[str, dict[str, int]]:
     """
     collector, output = Collector(), io.StringIO()
     with contextlib.redirect_stdout(output):
-        code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", str(TESTS)], plugins=[collector])
+        code = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", str(TESTS)], plugins=[collector])
     if code:
         raise RuntimeError(f"pytest cannot collect the tests:\n{output.getvalue()}")
     return collector.trials
