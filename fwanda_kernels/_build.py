@@ -163,7 +163,7 @@ def _host_compiler() -> list[str]:
 
 def _nvcc() -> str:
     home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    nvcc = shutil.which(str(Path(home, "bin", "nvcc"))) if home else shutil.which("nvcc")
     if nvcc is None:
         raise BuildError(f"no nvcc in {home}/bin (CUDA_HOME)" if home else "no nvcc found: set CUDA_HOME or PATH")
     return nvcc
