@@ -85,8 +85,8 @@ class Windows(Protocol):
     blocks: Sequence[nn.Module]
     compiled_modules: Sequence[nn.Module]
 
-    def ready(self) -> AbstractContextManager[None]:
-        """Entered around all passes."""
+    def ready(self, size: int) -> AbstractContextManager[None]:
+        """Entered around all passes, before the sums are; `size` is the micro-batch, as far as it is known."""
 
     def run(self, start: int, size: int) -> None:
         """Runs the windows [start, start + size)."""
@@ -136,7 +136,7 @@ def run_windows(
             bar = tqdm(
                 total=windows.count, initial=done, desc=label, unit="seq", disable=True if label is None else None
             )
-            with bar, windows.ready(), sums:
+            with bar, windows.ready(record.micro_batch), sums:
                 for size in _passes(windows, sums, record, grow, compile, done, partial):
                     bar.update(size)
             return record

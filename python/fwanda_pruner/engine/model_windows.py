@@ -55,7 +55,7 @@ class ModelWindows:
         self.restart()
 
     @contextmanager
-    def ready(self) -> Iterator[None]:
+    def ready(self, size: int) -> Iterator[None]:
         with torch.inference_mode(False), torch.set_grad_enabled(self.backward), _frozen(self._model, self.backward):
             with fast_attention(self._model), single_sequences():
                 self._decoder = find_decoder(self._model)

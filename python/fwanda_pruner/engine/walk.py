@@ -41,8 +41,6 @@ class BlockWalk:
         self.blocks = find_blocks(model)[1]
         self.device = model_device(model)
         self._model, self._tokens = model, tokens
-        if len(tokens) > 1 and not _same(*(self._block_arguments(ids[None]) for ids in (tokens[0], tokens[-1]))):
-            raise UserError(f"{_not_a_chain(model)}: the arguments of its blocks depend on the tokens")
         self._arguments: dict[int, list[tuple[tuple, dict]]] = {}  # windows in a call -> arguments of each block
         self.hidden: Tensor | None = None  # [S, L, H]
         gpu_windows = max(1, _BATCH_TOKENS // tokens.shape[1])
@@ -97,10 +95,15 @@ class BlockWalk:
         reached = {name for names in called for name in names}
         return called + [[name] for name in modules if name not in reached]
 
+    def check_arguments(self) -> None:
+        """Refuses a model whose blocks get other arguments for other windows."""
+        first, last = self._tokens[:1], self._tokens[-1:]
+        if len(self._tokens) > 1 and not _same(self._block_arguments(first), self._block_arguments(last)):
+            raise UserError(f"{_not_a_chain(self._model)}: the arguments of its blocks depend on the tokens")
+
     def begin(self, start: int, size: int) -> None:
         """Stores the hidden states of some windows at the input of the first block."""
         ids = self._tokens[start : start + size]
-        self._arguments_for(size)  # for the first windows a pass through the whole model: what the walk needs at most
         states = self._first_hidden(ids)
         if self.hidden is None:
             self.hidden = allocate_large((len(self._tokens), *states.shape[1:]), states)
@@ -109,10 +112,13 @@ class BlockWalk:
     def outputs(self, index: int, start: int, size: int) -> Tensor:
         """[size, L, H] outputs of block `index` for some windows."""
         hidden = self.hidden[start : start + size].to(self.device)
-        return self._block_output(index, hidden, self._arguments_for(size)[index])
+        return self._block_output(index, hidden, self.arguments_for(size)[index])
 
-    def _arguments_for(self, size: int) -> list[tuple[tuple, dict]]:
-        """Arguments of each block in a call with so many windows: some have an entry for each window."""
+    def arguments_for(self, size: int) -> list[tuple[tuple, dict]]:
+        """Arguments of each block in a call with so many windows: some have an entry for each window.
+
+        The first call for a size is a pass through the whole model.
+        """
         if size not in self._arguments:
             self._arguments[size] = self._block_arguments(self._tokens[:size])
         return self._arguments[size]
@@ -180,7 +186,9 @@ class _WalkWindows:
         self.count, self.length = walk._tokens.shape
 
     @contextmanager
-    def ready(self) -> Iterator[None]:
+    def ready(self, size: int) -> Iterator[None]:
+        for batch in {size, self.count % size} - {0}:
+            self._walk.arguments_for(batch)  # runs the whole model, so it must come before the sums watch its modules
         with torch.no_grad():
             yield
 
@@ -196,6 +204,12 @@ class _WalkWindows:
 
 class _EmbeddingWindows(_WalkWindows):
     """Windows up to the input of the first block."""
+
+    @contextmanager
+    def ready(self, size: int) -> Iterator[None]:
+        with super().ready(size):
+            self._walk.check_arguments()  # here, so that a window that does not fit the memory is a UserError
+            yield
 
     def run(self, start: int, size: int) -> None:
         self._walk.begin(start, size)
