@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,13 @@ import kill
 import pytest
 import tiny
 import torch
+from interrupt import interrupted_after
 
 from fwanda_pruner import cli
-from fwanda_pruner.engine import loop as passes
+from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.run import pipeline
-from fwanda_pruner.run import state as resume
+from fwanda_pruner.run import stage as stages
 from fwanda_pruner.run.state import RunState
-from fwanda_pruner.run.texts import Texts
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +30,16 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def argv(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(passes, "KEEP_SECONDS", 0)
+    monkeypatch.setattr(stages, "SAVE_SECONDS", 0)
     text = str(folder / "text.txt")
     start = ["prune", str(folder / "model"), *kill.SETTINGS, "--calibration", text, "--eval", text]
     return [*start, "--output", str(tmp_path / "out")]
 
 
-@pytest.fixture
-def interrupt(monkeypatch):
-    """Ctrl-C once a stage is kept."""
-
-    def at(stage: str):
-        keep = RunState.keep
-
-        def interrupted(self, name, *args):
-            keep(self, name, *args)
-            if name == stage:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(RunState, "keep", interrupted)
-        return lambda: monkeypatch.setattr(RunState, "keep", keep)
-
-    return at
+def interrupt(argv, after: str) -> None:
+    """Runs a command until it has kept a stage."""
+    with interrupted_after(after):
+        assert cli.main(argv) == 130
 
 
 def state_of(argv) -> Path:
@@ -67,31 +55,27 @@ def test_kill_9_at_random_points_changes_no_bit():
     assert done.returncode == 0 and done.stdout.count("same bits") == 5, done.stdout + done.stderr
 
 
-@pytest.mark.fault("long run dies", trials=14)
-@pytest.mark.fault("Ctrl-C", trials=14)
+@pytest.mark.fault("long run dies", trials=16)
+@pytest.mark.fault("Ctrl-C", trials=16)
 @pytest.mark.parametrize(
-    "settings, stages",
+    "settings, kept",
     [
-        (["--method", "fwanda"], ["text", "dense", "calibration", "statistics", "budgets"]),
-        (["--method", "fsparsegpt"], ["statistics", "block-00000", "block-00003"]),
-        (["--method", "fsparsegpt", "--pattern", "2:4"], ["energies", "block-00000"]),
-        (["--method", "wanda", "--order", "sequential"], ["block-00001"]),
-        (["--method", "fwanda", "--allocation", "response"], ["round-0", "round-1", "chosen"]),
+        (["--method", "fwanda"], ["text", "eval_dense", "calibrate-part", "calibrate", "budgets", "check"]),
+        (["--method", "fsparsegpt"], ["calibrate", "prune-00000", "prune-00003"]),
+        (["--method", "fsparsegpt", "--pattern", "2:4"], ["calibrate-part", "calibrate", "prune-00000"]),
+        (["--method", "wanda", "--order", "sequential"], ["prune-00001"]),
+        (["--method", "fwanda", "--allocation", "response"], ["choose-00000", "choose-00001", "choose"]),
     ],
     ids=["fwanda", "fsparsegpt", "fsparsegpt-2:4", "wanda", "response"],
 )
-def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(
-    argv, settings, stages, interrupt, capsys, tmp_path
-):
+def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(argv, settings, kept, capsys, tmp_path):
     argv += settings
     assert cli.main(argv) == 0 and not state_of(argv).exists()
     expected = kill.result(tmp_path / "out")[0]
-    for stage in stages:
+    for stage in kept:
         argv[argv.index("--output") + 1] = str(tmp_path / stage)
         capsys.readouterr()
-        go_on = interrupt(stage)
-        assert cli.main(argv) == 130
-        go_on()
+        interrupt(argv, after=stage)
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert last == "fwanda: interrupted; the same command with --resume goes on"
         assert not (tmp_path / stage).exists() and (state_of(argv) / f"{stage}.safetensors").is_file()
@@ -102,42 +86,36 @@ def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(
 
 
 @pytest.mark.fault("long run dies")
-def test_finished_stages_are_not_done_again(argv, interrupt, monkeypatch):
+def test_finished_stages_are_not_done_again(argv, monkeypatch, tmp_path):
     argv += ["--method", "fwanda"]
-    go_on = interrupt("statistics")
-    assert cli.main(argv) == 130
-    go_on()
-    monkeypatch.setattr(pipeline, "calibrate", None)
-    monkeypatch.setattr(Texts, "read", None)
+    interrupt(argv, after="calibrate")
+    monkeypatch.setattr(ResidentEngine, "measure", None)
     assert cli.main([*argv, "--resume"]) == 0
+    seconds = json.loads((tmp_path / "out" / "fwanda.json").read_text())["seconds"]
+    done = {"text", "eval_dense", "calibrate"}
+    assert not done & seconds.keys() and {"budgets", "check", "prune", "eval_pruned"} <= seconds.keys()
 
 
-def test_without_resume_a_run_starts_afresh(argv, interrupt, capsys):
+def test_without_resume_a_run_starts_afresh(argv, capsys):
     argv += ["--method", "fwanda"]
-    go_on = interrupt("statistics")
-    assert cli.main(argv) == 130
-    go_on()
-    assert cli.main([*argv, "--allocation", "global"]) == 0
+    interrupt(argv, after="calibrate")
+    assert cli.main([*argv, "--allocation", "row"]) == 0
 
 
 def test_resume_without_a_state_starts_afresh(argv):
     assert cli.main([*argv, "--method", "wanda", "--resume"]) == 0
 
 
-def test_another_command_does_not_go_on(argv, interrupt, capsys):
-    go_on = interrupt("statistics")
-    assert cli.main([*argv, "--method", "fwanda"]) == 130
-    go_on()
-    assert cli.main([*argv, "--method", "fwanda", "--allocation", "global", "--resume"]) == 2
+def test_another_command_does_not_go_on(argv, capsys):
+    interrupt([*argv, "--method", "fwanda"], after="calibrate")
+    assert cli.main([*argv, "--method", "fwanda", "--allocation", "row", "--resume"]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert 'the interrupted run had allocation "row", this one has "global"' in line and state_of(argv).exists()
+    assert 'the interrupted run had allocation "global", this one has "row"' in line and state_of(argv).exists()
 
 
-def test_another_model_does_not_go_on(argv, interrupt, capsys, folder, tmp_path):
+def test_another_model_does_not_go_on(argv, capsys, folder, tmp_path):
     argv += ["--method", "fwanda"]
-    go_on = interrupt("statistics")
-    assert cli.main(argv) == 130
-    go_on()
+    interrupt(argv, after="calibrate")
     tiny.llama(blocks=4, seed=5).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     argv[1] = str(tmp_path / "model")
@@ -147,12 +125,10 @@ def test_another_model_does_not_go_on(argv, interrupt, capsys, folder, tmp_path)
 
 @pytest.mark.fault("changed state")
 @pytest.mark.parametrize("damage", ["truncated", "random", "empty"])
-def test_a_broken_state_is_one_line(argv, interrupt, capsys, damage):
+def test_a_broken_state_is_one_line(argv, capsys, damage):
     argv += ["--method", "fwanda"]
-    go_on = interrupt("statistics")
-    assert cli.main(argv) == 130
-    go_on()
-    path = state_of(argv) / "statistics.safetensors"
+    interrupt(argv, after="calibrate")
+    path = state_of(argv) / "calibrate.safetensors"
     path.write_bytes({"truncated": path.read_bytes()[:-9], "random": os.urandom(400), "empty": b""}[damage])
     capsys.readouterr()
     assert cli.main([*argv, "--resume"]) == 2
@@ -199,24 +175,24 @@ def test_two_processes_do_not_write_one_output(tmp_path):
 @pytest.mark.fault("full disk")
 def test_a_full_disk_leaves_the_last_good_stage(tmp_path, monkeypatch):
     state = RunState(tmp_path / "out")
-    state.keep("statistics", {"x": torch.ones(3)})
+    state.keep("calibrate", {"x": torch.ones(3)})
 
     def full(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(UserError, match="no space left"):
-        state.keep("statistics", {"x": torch.zeros(3)})
-    assert state.recall("statistics")[0]["x"].tolist() == [1, 1, 1]
+        state.keep("calibrate", {"x": torch.zeros(3)})
+    assert state.recall("calibrate")[0]["x"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.fault("vanishing file")
 def test_a_state_folder_that_vanishes_is_one_line(tmp_path):
     state = RunState(tmp_path / "out")
     state.keep("text", {})
-    resume.shutil.rmtree(state.folder)
+    shutil.rmtree(state.folder)
     with pytest.raises(UserError, match="is gone"):
-        state.keep("dense", {}, {"perplexity": 1.0})
+        state.keep("eval_dense", {}, 1.0)
 
 
 def test_a_run_that_keeps_nothing_leaves_nothing(argv, tmp_path, capsys):
@@ -247,13 +223,11 @@ def test_what_is_no_state_folder_is_refused_and_left_alone(argv, tmp_path, capsy
     assert (precious / "data.txt").read_text() == "keep"
 
 
-def test_a_text_that_changed_does_not_go_on(argv, interrupt, capsys, tmp_path):
+def test_a_text_that_changed_does_not_go_on(argv, capsys, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(Path(argv[argv.index("--calibration") + 1]).read_text())
     argv[argv.index("--calibration") + 1] = str(text)
-    go_on = interrupt("statistics")
-    assert cli.main([*argv, "--method", "fwanda"]) == 130
-    go_on()
+    interrupt([*argv, "--method", "fwanda"], after="calibrate")
     text.write_text(text.read_text() + " w5")
     assert cli.main([*argv, "--method", "fwanda", "--resume"]) == 2
     assert "the interrupted run had calibration_sha256" in capsys.readouterr().err
@@ -261,7 +235,7 @@ def test_a_text_that_changed_does_not_go_on(argv, interrupt, capsys, tmp_path):
 
 def test_a_stage_under_the_name_of_another_is_refused(tmp_path):
     state = RunState(tmp_path / "out")
-    state.keep("round-0", {}, {})
-    (state.folder / "round-0.safetensors").rename(state.folder / "round-1.safetensors")
-    with pytest.raises(UserError, match="round-1.safetensors is broken .*it is of the stage round-0"):
-        state.recall("round-1")
+    state.keep("choose-00000", {}, {})
+    (state.folder / "choose-00000.safetensors").rename(state.folder / "choose-00001.safetensors")
+    with pytest.raises(UserError, match="choose-00001.safetensors is broken .*it is of the stage choose-00000"):
+        state.recall("choose-00001")
