@@ -9,15 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fwanda_kernels as fk
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
-from fwanda_pruner.config import METHODS
 from fwanda_pruner.formats.audit import audit
 from fwanda_pruner.model.targets import find_targets
 
 TOKENS = tiny.tokens(5, 24)
-ORDERS = ("onepass", "sequential")
-EVERY = [(m, a, o) for m, facts in METHODS.items() for a in facts.allocations for o in ORDERS[: 1 + (m != "magnitude")]]
 
 
 def prune(model, **settings):
@@ -29,7 +27,7 @@ def zeros(model):
 
 
 @pytest.mark.fault("denominators")
-@pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
+@pytest.mark.parametrize(("method", "allocation", "order"), tiny.EVERY_RUN)
 @pytest.mark.parametrize("sparsity", ["0.5", "0.7"])
 def test_counts_and_the_denominators_of_sparsity_are_exact(method, allocation, sparsity, order):
     model = tiny.llama()
@@ -57,7 +55,7 @@ def test_counts_and_the_denominators_of_sparsity_are_exact(method, allocation, s
 
 
 @pytest.mark.fault("n:m meaning")
-@pytest.mark.parametrize(("method", "order"), sorted({(m, o) for m, _, o in EVERY}))
+@pytest.mark.parametrize(("method", "order"), sorted({(m, o) for m, _, o in tiny.EVERY_RUN}))
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
 def test_every_group_of_a_pattern_keeps_n(method, pattern, order):
     model = tiny.llama()
@@ -71,11 +69,30 @@ def test_every_group_of_a_pattern_keeps_n(method, pattern, order):
 
 def test_fwanda_is_wanda_under_a_pattern_and_says_so():
     fisher, plain = tiny.llama(), tiny.llama()
-    with pytest.warns(UserWarning, match="exactly wanda's 2:4"):
+    message = "row budgets have no effect inside an n:m group, so fwanda with 2:4 equals wanda with 2:4"
+    with pytest.warns(UserWarning, match=message):
         report = prune(fisher, method="fwanda", pattern="2:4")
     prune(plain, method="wanda", pattern="2:4")
     assert all(torch.equal(a, b) for a, b in zip(fisher.parameters(), plain.parameters(), strict=True))
-    assert any("exactly" in line for line in report.warnings)
+    assert any(line.startswith(message) for line in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("method", "allocation"),
+    [
+        ("fwanda", "global"),
+        ("magnitude", "layer"),
+        ("wanda", "uniform"),
+        ("sparsegpt", "uniform"),
+        ("fsparsegpt", "uniform"),
+    ],
+)
+def test_the_allocation_of_a_method_that_names_none(method, allocation):
+    default, named = tiny.llama(), tiny.llama()
+    report = prune(default, method=method, sparsity="0.6")
+    prune(named, method=method, allocation=allocation, sparsity="0.6")
+    assert report.config["allocation"] == allocation
+    assert all(torch.equal(a, b) for a, b in zip(default.parameters(), named.parameters(), strict=True))
 
 
 @pytest.mark.fault("column tail")
@@ -102,7 +119,7 @@ def idle_experts(model):
 
 
 @pytest.mark.fault("unrouted expert")
-@pytest.mark.parametrize(("method", "allocation", "order"), EVERY)
+@pytest.mark.parametrize(("method", "allocation", "order"), tiny.EVERY_RUN)
 def test_a_matrix_without_tokens_is_pruned_by_magnitude_and_named(method, allocation, order):
     model = idle_experts(tiny.llama())
     weight = model.model.layers[0].up.weight.detach().clone()
@@ -295,9 +312,10 @@ def test_the_report_has_the_stable_keys_and_is_json(tmp_path):
     } <= set(facts)
     assert set(facts["sparsity"]) == {"asked", "matrices", "model"}
     assert {"dense", "pruned", "seqlen", "windows", "tokens_sha256"} <= set(facts["perplexity"])
-    assert {"name", "shape", "asked", "kept", "kept_zero", "skipped"} <= set(facts["matrices"][0])
+    row = {"name", "shape", "asked", "kept", "kept_zero", "skipped", "wanda_disagreement"}
+    assert row <= set(facts["matrices"][0]) and len(facts["row_histogram"]) == 50
     assert facts["energy"].startswith("not measured") and facts["peak_memory_bytes"] > 0
-    assert facts["config"]["allocation"] == "row" and facts["config"]["power"] == 0.5
+    assert facts["config"]["allocation"] == "global" and facts["config"]["power"] == 0.5
     assert len(facts["tokens_sha256"]) == 64 and isinstance(facts["bos"], bool)
     assert set(facts["seconds"]) == {"text", "eval_dense", "calibrate", "budgets", "check", "prune", "eval_pruned"}
 
@@ -318,7 +336,7 @@ def test_reloaded_model_gives_equal_logits_and_the_reported_zeros(tmp_path, dtyp
 
 
 @pytest.mark.fault("repeatable")
-@pytest.mark.parametrize(("method", "allocation"), sorted({(m, a) for m, a, _ in EVERY}))
+@pytest.mark.parametrize(("method", "allocation"), sorted({(m, a) for m, a, _ in tiny.EVERY_RUN}))
 def test_two_runs_give_the_same_bits(method, allocation):
     first, second = tiny.llama(), tiny.llama()
     for model in (first, second):
@@ -366,23 +384,34 @@ def test_1_7_and_300_samples_all_work(method, nsamples):
 
 @pytest.mark.fault("repeatable")
 def test_deterministic_holds_during_the_run_and_not_after(monkeypatch):
-    seen, plain = [], fwanda_pruner.run.pipeline.prune_targets
+    """While windows run, and while weights are removed."""
+    model, plain, seen = tiny.llama(), fk.foreach_row_topk_prune_, {}
 
-    def look(job):
-        seen.append(torch.are_deterministic_algorithms_enabled())
-        return plain(job)
+    def look(where):
+        seen.setdefault(where, set()).add(torch.are_deterministic_algorithms_enabled())
 
-    monkeypatch.setattr("fwanda_pruner.run.pipeline.prune_targets", look)
-    fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), deterministic=True, progress=False)
-    fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), progress=False)
-    assert seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
+    def prune_and_look(*args, **arguments):
+        look("removed")
+        return plain(*args, **arguments)
+
+    monkeypatch.setattr(fk, "foreach_row_topk_prune_", prune_and_look)
+    model.model.layers[0].register_forward_hook(lambda *_: look("run"))
+    settings = {"calibration": tiny.tokens(16, 24), "progress": False}
+    fwanda_pruner.prune(model, deterministic=True, **settings)
+    assert seen == {"run": {True}, "removed": {True}}
+    seen.clear()
+    fwanda_pruner.prune(model, **settings)
+    assert seen == {"run": {False}, "removed": {False}} and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.fault("repeatable")
-def test_an_operation_without_a_deterministic_form_is_one_line(monkeypatch):
-    def refuse(_job):
+def test_an_operation_without_a_deterministic_form_is_one_line():
+    model = tiny.llama()
+
+    def refuse(*_):
         raise RuntimeError("put_ does not have a deterministic implementation,\nbut you set ...")
 
-    monkeypatch.setattr("fwanda_pruner.run.pipeline.prune_targets", refuse)
-    with pytest.raises(UserError, match="^--deterministic: put_ does not have"):
-        fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(16, 24), deterministic=True, progress=False)
+    model.model.layers[1].register_forward_hook(refuse)
+    with pytest.raises(UserError, match="^--deterministic: put_ does not have") as error:
+        fwanda_pruner.prune(model, calibration=tiny.tokens(16, 24), deterministic=True, progress=False)
+    assert "\n" not in str(error.value) and not torch.are_deterministic_algorithms_enabled()
