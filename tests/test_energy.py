@@ -2,11 +2,15 @@
 
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 
+import fwanda_pruner
+from fwanda_pruner.run import pipeline
 from fwanda_pruner.run.energy import Energy, EnergyMeter, Timer, idle_power, trapezoid
 
 IDLE = 100.0
@@ -349,3 +353,24 @@ def test_real_time_samples_in_a_thread_until_it_is_stopped():
     count = len(seen)
     timer.sleep(0.05)
     assert count == len(seen) and seen == sorted(seen)
+
+
+@pytest.mark.parametrize("protocol", ["gross", "net"])
+def test_a_run_waits_for_its_energy_only_where_the_idle_power_is_asked_for(nvml, clock, monkeypatch, protocol):
+    """A whole run with the meter of a GPU. No work takes time on this clock: only the meter's own waiting does."""
+    meters, start = [], clock.time
+
+    def meter(_device, protocol):
+        meters.append(EnergyMeter("cuda", protocol, timer=clock))
+        return meters[-1]
+
+    def refuse(_seconds):
+        raise AssertionError("the run slept")
+
+    monkeypatch.setattr(pipeline, "EnergyMeter", meter)
+    monkeypatch.setattr(time, "sleep", refuse)
+    monkeypatch.setattr(Timer, "sleep", refuse)
+    settings = {"calibration": tiny.tokens(2, 16), "energy": protocol, "progress": False}
+    report = fwanda_pruner.prune(tiny.llama(), method="fwanda", **settings)
+    assert len(meters) == 1 and (clock.time > start) == (protocol == "net")
+    assert report.energy_details["phases"].keys() == {"calibrate", "budgets", "check", "prune"}
