@@ -31,7 +31,7 @@ def _nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None
 
 def _mask(op: str, weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
     checks.report_bad(op, checks.bad_code(weight, scale), bad)
-    groups = (weight.float().abs() * scale).view(-1, m)
+    groups = (weight.float().abs() * scale).reshape(-1, m)
     return largest_of_rows(groups, n).view(weight.shape)
 
 
