@@ -13,7 +13,6 @@ from tqdm import tqdm
 import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_total
-from ..allocate.masks import MaskBits
 from ..config import PruneConfig
 from ..engine.accumulate import count_zeros
 from ..engine.resident import Block, ResidentEngine
@@ -112,8 +111,9 @@ def _prune_block(
         advanced = advance
     if walk is not None and not advanced:
         walk.advance(index)
-    rows = _rows(config, targets, block, inputs.budgets, zeros_before, wanda)
-    return PrunedBlock(block.weights, rows, _row_histogram(block))
+    nonzeros = {name: weight.count_nonzero(1) for name, weight in block.weights.items()}  # [R] int64
+    rows = _rows(config, targets, block, inputs.budgets, zeros_before, nonzeros, wanda)
+    return PrunedBlock(block.weights, rows, _row_histogram(block, nonzeros))
 
 
 def _groups(config: PruneConfig, walk: BlockWalk | None, index: int, targets: list[Target]) -> list[list[Target]]:
@@ -136,15 +136,15 @@ def asked(config: PruneConfig, target: Target) -> int:
     return keep_total(rows * cols, config.removed)
 
 
-def _wanda_masks(config: PruneConfig, statistics: Statistics | None, block: Block) -> dict[str, MaskBits]:
-    """Wanda's masks of the dense weights at the same sparsity, where the statistics allow it."""
+def _wanda_masks(config: PruneConfig, statistics: Statistics | None, block: Block) -> dict[str, Tensor]:
+    """name -> [R, C] bool: Wanda's mask of the dense weight at the same sparsity, where the statistics allow it."""
     if statistics is None or config.nm:
         return {}
     masks = {}
     for name, weight in block.weights.items():
         keep = keep_total(weight.shape[1], config.removed)
         bad = torch.zeros(1, dtype=torch.int32, device=weight.device)  # the method itself refuses bad values
-        masks[name] = MaskBits(fk.row_topk_mask(weight, statistics.layer(name).norm, keep, bad=bad))
+        masks[name] = fk.row_topk_mask(weight, statistics.layer(name).norm, keep, bad=bad)
     return masks
 
 
@@ -154,28 +154,42 @@ def _rows(
     block: Block,
     budgets: Mapping[str, Tensor] | None,
     zeros_before: list[int],
-    wanda: Mapping[str, MaskBits],
+    nonzeros: Mapping[str, Tensor],
+    wanda: Mapping[str, Tensor],
 ) -> list[MatrixRow]:
     """The rows of the record. Zeros beyond the removed weights are kept weights that are zero."""
-    rows = []
-    zeros_after = count_zeros(block.weights.values())
-    for target, before, zeros in zip(targets, zeros_before, zeros_after, strict=True):
-        weight = block.weights[target.name]
-        kept = asked(config, target) if budgets is None else int(budgets[target.name].sum())
-        kept_zero = zeros - (weight.numel() - kept)
-        if kept_zero < 0 or (kept_zero > before and not config.facts.updates_weights):
-            raise AssertionError(f"{target.name}: {zeros} zeros, {before} before, {kept} weights should be kept")
-        disagreement = None
-        if target.name in wanda:
-            disagreement = float((wanda[target.name]() != (weight != 0)).float().mean())
-        place = (None, None) if target.slice_of is None else (target.slice_of.parameter, target.slice_of.index)
-        rows.append(MatrixRow(target.name, tuple(weight.shape), kept, kept, kept_zero, None, *place, disagreement))
-    return rows
+    nonzero = _integers(count.sum() for count in nonzeros.values())
+    if budgets is None:
+        kept = [asked(config, target) for target in targets]
+    else:
+        kept = _integers(budgets[target.name].sum() for target in targets)
+    unlike: list[int | None] = [None] * len(targets)
+    if wanda:
+        unlike = _integers((wanda[name] ^ (weight != 0)).count_nonzero() for name, weight in block.weights.items())
+    return [_row(config, *facts) for facts in zip(targets, zeros_before, nonzero, kept, unlike, strict=True)]
 
 
-def _row_histogram(block: Block) -> Tensor:
+def _row(
+    config: PruneConfig, target: Target, zeros_before: int, nonzero: int, kept: int, unlike_wanda: int | None
+) -> MatrixRow:
+    rows, cols = target.shape
+    kept_zero = kept - nonzero
+    if kept_zero < 0 or (kept_zero > zeros_before and not config.facts.updates_weights):
+        raise AssertionError(f"{target.name}: {nonzero} nonzero weights, {kept} should be kept")
+    place = (None, None) if target.slice_of is None else (target.slice_of.parameter, target.slice_of.index)
+    disagreement = None if unlike_wanda is None else unlike_wanda / (rows * cols)
+    return MatrixRow(target.name, (rows, cols), kept, kept, kept_zero, None, *place, disagreement)
+
+
+def _integers(scalars: Iterable[Tensor]) -> list[int]:
+    """The values of scalar tensors; waits for the device once."""
+    scalars = list(scalars)
+    return torch.stack(scalars).tolist() if scalars else []
+
+
+def _row_histogram(block: Block, nonzeros: Mapping[str, Tensor]) -> Tensor:
     """[ROW_BINS] int64: how many rows keep a share of their weights in each of the equal bins of [0, 1]."""
-    if not block.weights:
+    if not nonzeros:
         return torch.zeros(ROW_BINS, dtype=torch.int64)
-    bins = [weight.count_nonzero(1) * ROW_BINS // weight.shape[1] for weight in block.weights.values()]
+    bins = [count * ROW_BINS // block.weights[name].shape[1] for name, count in nonzeros.items()]
     return torch.bincount(torch.cat(bins).clamp(max=ROW_BINS - 1).cpu(), minlength=ROW_BINS)
