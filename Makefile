@@ -59,5 +59,5 @@ $(STAMP): pyproject.toml setup.py
 	touch $@
 
 # Optional: without a C++ compiler everything runs through torch.
-$(CPU_LIBRARY): csrc/cpu.cpp fwanda_kernels/_build.py | $(STAMP)
+$(CPU_LIBRARY): csrc/cpu.cpp csrc/bad.h fwanda_kernels/_build.py | $(STAMP)
 	@$(BIN)/python -m fwanda_kernels --build cpu || echo "continuing without the C++ backend for CPUs"

@@ -1,6 +1,7 @@
 """Kernels for one-shot pruning: statistics, budgets, selection and weight updates, for any pruner to import."""
 
 from ._checks import bad_message
+from ._describe import describe
 from ._dispatch import BackendError, backends, explain, use_backend
 from .allocate import allocate_budgets, allocate_row_budgets, global_row_scales
 from .hooks import LayerStatistics, collect_hessians, collect_statistics
@@ -25,6 +26,7 @@ __all__ = [
     "collect_statistics",
     "compress_24",
     "compress_24_cusparselt",
+    "describe",
     "explain",
     "foreach_accumulate_sq_sums_",
     "foreach_row_topk_prune_",

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from fwanda_kernels.__main__ import describe as describe_kernels
+import fwanda_kernels
 
 from .errors import UserError
 from .report.record import versions
@@ -37,7 +37,7 @@ def describe() -> str:
     energy = str(meter.energy)
     lines.append(f"{'energy':15} {energy if energy.startswith('not measured') else 'measured by NVML'}")
     try:
-        kernels = describe_kernels()
+        kernels = fwanda_kernels.describe()
     except ValueError as error:
         raise UserError(str(error)) from error
     return "\n".join([*lines, "", kernels])
