@@ -4,12 +4,14 @@ import math
 import sys
 from types import SimpleNamespace
 
+import measuring
+import oracle
 import pytest
 import tiny
 import torch
+from test_losses import SLICE, slices_of
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.evaluate import perplexity as evaluate
 from fwanda_pruner.evaluate.perplexity import check_dense, choose_bos, perplexity
 
 SIZES = {"vocab_size": 300, "tie_word_embeddings": False}
@@ -24,26 +26,26 @@ def tokens_of(samples, length, seed=1):
     return torch.randint(1, 300, (samples, length), generator=torch.Generator().manual_seed(seed))
 
 
-@torch.no_grad()
-def losses(model, ids):
-    """Loss of each target ids[1:] of one sequence, in fp64."""
-    log_p = model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
-    return torch.stack([-log_p[i, ids[i + 1]] for i in range(len(ids) - 1)])
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 256])
-def test_perplexity_is_exp_of_the_mean_loss_of_all_targets(model, monkeypatch, chunk):
-    monkeypatch.setattr(evaluate, "_CHUNK", chunk)
-    tokens = tokens_of(3, 12)
-    expected = math.exp(torch.cat([losses(model, row) for row in tokens]).mean())
+@pytest.mark.parametrize("vocabulary, samples, length", [(300, 3, 12), (262_144, 1, 80)])
+def test_perplexity_is_exp_of_the_mean_loss_of_all_targets(vocabulary, samples, length):
+    """Also where the logits of a window do not exist at once."""
+    model, tokens = tiny.llama(vocab_size=vocabulary), tokens_of(samples, length)
+    expected = oracle.perplexity(model, tokens)
     assert perplexity(model, tokens, progress=False) == pytest.approx(expected, rel=1e-5)
     assert perplexity(model, tokens.int(), progress=False) == pytest.approx(expected, rel=1e-5)
+
+
+def test_perplexity_holds_no_more_logits_at_once_than_a_slice():
+    model, tokens = tiny.llama(vocab_size=262_144), tiny.tokens(2, 100)
+    with slices_of(model) as positions:
+        perplexity(model, tokens, progress=False)
+    assert positions == [50, 49] * 2 and 50 * 262_144 <= SLICE
 
 
 def test_perplexity_of_a_bf16_model_computes_its_loss_in_fp32():
     model = tiny.llama(**SIZES).bfloat16()
     for window in tokens_of(4, 2):
-        expected = math.exp(losses(model, window))
+        expected = oracle.perplexity(model, window[None])
         assert perplexity(model, window[None], progress=False) == pytest.approx(expected, rel=1e-5)
 
 
@@ -54,20 +56,22 @@ def test_perplexity_evaluates_without_dropout_cache_or_gradients_and_puts_the_mo
         layer.self_attn.attention_dropout = 0.9
     tokens = tokens_of(2, 12)
     expected = perplexity(model, tokens, progress=False)
-    seen = []
     model.train(training)
-    model.register_forward_pre_hook(
-        lambda m, args, kwargs: seen.append((m.training, torch.is_grad_enabled(), kwargs["use_cache"])),
-        with_kwargs=True,
-    )
+    seen = []
+    for module in model.modules():
+        module.register_forward_pre_hook(
+            lambda m, args, kwargs: seen.append((m.training, torch.is_grad_enabled(), kwargs.get("use_cache", False))),
+            with_kwargs=True,
+        )
     assert perplexity(model, tokens, progress=False) == expected
-    assert seen == [(False, False, False)] * 2
-    assert model.training is training and torch.is_grad_enabled()
+    assert set(seen) == {(False, False, False)}
+    assert all(module.training is training for module in model.modules()) and torch.is_grad_enabled()
 
 
 def test_perplexity_runs_one_window_at_a_time_and_shows_its_label_on_a_terminal(model, capsys, monkeypatch):
-    perplexity(model, tokens_of(2, 4), label="dense perplexity")
-    assert capsys.readouterr().err == ""
+    with measuring.input_sizes(model.get_input_embeddings()) as sizes:
+        perplexity(model, tokens_of(2, 4), label="dense perplexity")
+    assert sizes == [1, 1] and capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     perplexity(model, tokens_of(2, 4), label="dense perplexity")
     assert "dense perplexity: 100%" in capsys.readouterr().err
@@ -101,8 +105,8 @@ def test_perplexity_refuses_tokens_the_model_cannot_take(model, tokens, message)
 def test_choose_bos_compares_the_losses_of_the_same_targets(model):
     tokenizer, answers = SimpleNamespace(bos_token_id=0), set()
     for window in tokens_of(24, 8):
-        without = losses(model, window[:-1])
-        with_bos = losses(model, torch.cat([torch.tensor([0]), window[:-1]]))[1:]
+        without = oracle.losses(model, window[None, :-1])[0]
+        with_bos = oracle.losses(model, torch.cat([torch.tensor([0]), window[:-1]])[None])[0, 1:]
         assert len(with_bos) == len(without) == 6
         answers.add(better := bool(with_bos.sum() < without.sum()))
         assert choose_bos(model, tokenizer, window) is better
@@ -111,9 +115,7 @@ def test_choose_bos_compares_the_losses_of_the_same_targets(model):
 
 def test_choose_bos_never_feeds_more_tokens_than_the_window_has(model):
     lengths = []
-    handle = model.register_forward_pre_hook(
-        lambda m, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _m, args: lengths.append(args[0].shape[1]))
     choose_bos(model, SimpleNamespace(bos_token_id=0), tokens_of(1, 8)[0])
     handle.remove()
     assert sorted(lengths) == [7, 8]
@@ -125,6 +127,16 @@ def test_choose_bos_is_no_without_a_bos_token_or_with_nan_losses(model):
     broken = tiny.llama(**SIZES)
     broken.lm_head.weight.data[0] = math.nan
     assert choose_bos(broken, SimpleNamespace(bos_token_id=0), window) is False
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of memory")
+def test_a_window_that_does_not_fit_is_one_line():
+    model = tiny.llama(**SIZES)
+    with (
+        measuring.out_of_memory(model.model.norm, measuring.batch_above(0)),
+        pytest.raises(UserError, match="a window of 12 tokens does not fit the memory of cpu"),
+    ):
+        perplexity(model, tokens_of(2, 12), progress=False)
 
 
 @pytest.mark.fault("broken checkpoint")

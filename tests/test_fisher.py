@@ -2,53 +2,24 @@
 
 from functools import partial
 
+import measuring
+import oracle
 import pytest
 import tiny
 import torch
-from torch import nn
+from measuring import measure, out_of_memory
 
 import fwanda_pruner
 from fwanda_pruner.cli import main
-from fwanda_pruner.engine.loop import PassSettings
-from fwanda_pruner.engine.losses import sample_labels
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.measure.statistics import Statistics, calibrate
-from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.measure.statistics import Statistics
 
 SAMPLES, LENGTH = 5, 24
 
 
-def measure(model, tokens, fisher, *, seed=0, **settings):
-    targets = find_targets(model)[0]
-    settings = PassSettings(**settings)
-    return calibrate(model, tokens, targets, fisher=fisher, seed=seed, settings=settings, progress=False)
-
-
-def gradients(model, tokens, labels_of) -> dict[str, torch.Tensor]:
-    """name -> [S L, R] float64 output gradients of the summed loss against labels_of(window, logits [L - 1, V])."""
-    found = {target.name: [] for target in find_targets(model)[0]}
-    outputs = {}
-    handles = [
-        target.module.register_forward_hook(lambda _m, _a, out, name=target.name: outputs.__setitem__(name, out))
-        for target in find_targets(model)[0]
-    ]
-    model.double()
-    for window, ids in enumerate(tokens):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        loss = nn.functional.cross_entropy(logits, labels_of(window, logits.detach()), reduction="sum")
-        for name, grad in zip(outputs, torch.autograd.grad(loss, list(outputs.values())), strict=True):
-            found[name].append(grad[0])
-    for handle in handles:
-        handle.remove()
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def drawn(tokens, seed):
-    """The labels of "true": the first one whose cumulative probability exceeds the position's number in [0, 1)."""
-    draws = torch.rand(
-        len(tokens), tokens.shape[1] - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
-    return lambda window, logits: (logits.softmax(-1).cumsum(-1) <= draws[window, :, None]).sum(-1)
+def gradients(model, tokens, labels_of=None) -> dict[str, torch.Tensor]:
+    """name -> [S L, R] float64 output gradients of the summed loss."""
+    return oracle.inputs_and_gradients(model, tokens, labels_of)[1]
 
 
 def assert_close(statistics, omegas) -> None:
@@ -57,11 +28,19 @@ def assert_close(statistics, omegas) -> None:
         torch.testing.assert_close(statistics.layer(name).omega, omega, rtol=1e-3, atol=1e-9, msg=name)
 
 
-def test_true_equals_a_float64_restatement_with_the_same_labels(monkeypatch):
-    monkeypatch.setattr("fwanda_pruner.engine.losses._LOGITS", 64 * 5)  # several slices of the head
+def sure(vocabulary: int):
+    """A model that is sure of its next tokens: with a large vocabulary, rounding then hardly moves a drawn label."""
+    model = tiny.llama(vocab_size=vocabulary, tie_word_embeddings=False)
+    model.lm_head.weight.data *= 10
+    return model
+
+
+@pytest.mark.parametrize("build, micro_batch", [(tiny.llama, 1), (partial(sure, 262_144), SAMPLES)], ids=["64", "262k"])
+def test_true_equals_a_float64_restatement_with_the_same_labels(build, micro_batch):
+    """Over one slice of the head, and over two."""
     tokens = tiny.tokens(SAMPLES, LENGTH)
-    found = measure(tiny.llama(), tokens, "true", seed=7)
-    grads = gradients(tiny.llama(), tokens, drawn(tokens, 7))
+    found = measure(build(), tokens, "true", seed=7, micro_batch=micro_batch)
+    grads = gradients(build(), tokens, oracle.drawn_labels(tokens, 7))
     assert found.fisher == "true"
     assert_close(found, {name: g.square().mean(0) for name, g in grads.items()})
 
@@ -71,9 +50,8 @@ def test_mean_equals_a_float64_restatement():
     model = tiny.llama()
     found = measure(model, tokens, "mean")
     assert not any(module._forward_hooks for module in model.modules())
-    grads = gradients(tiny.llama(), tokens, lambda window, _logits: tokens[window, 1:])
     assert found.fisher == "mean"
-    assert_close(found, {name: g.mean(0).square() for name, g in grads.items()})
+    assert_close(found, {name: g.mean(0).square() for name, g in gradients(tiny.llama(), tokens).items()})
 
 
 def test_inputs_are_the_same_under_every_variant():
@@ -91,10 +69,9 @@ def test_inputs_are_the_same_under_every_variant():
     ids=str,
 )
 @pytest.mark.parametrize("fisher", ["true", "mean"])
-@pytest.mark.filterwarnings("ignore:--fisher mean")
+@pytest.mark.filterwarnings("ignore:--compile on has no effect")
 def test_no_variant_depends_on_how_the_passes_run(fisher, settings, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    measuring.quick_compile(monkeypatch)
     tokens = tiny.tokens(SAMPLES, LENGTH)
     one = measure(tiny.llama(), tokens, fisher)
     other = measure(tiny.llama(), tokens, fisher, **settings)
@@ -104,47 +81,23 @@ def test_no_variant_depends_on_how_the_passes_run(fisher, settings, monkeypatch)
 
 @pytest.mark.fault("memory while calibrating")
 @pytest.mark.parametrize("fisher", ["true", "mean"])
-def test_a_start_from_the_beginning_counts_nothing_twice_and_draws_the_same_labels(fisher, monkeypatch):
-    from fwanda_pruner.engine import loop as passes
-
-    tokens = tiny.tokens(SAMPLES, LENGTH)
+def test_a_start_from_the_beginning_counts_nothing_twice_and_draws_the_same_labels(fisher):
+    tokens, model = tiny.tokens(SAMPLES, LENGTH), tiny.llama()
     one = measure(tiny.llama(), tokens, fisher)
-    plain, calls = passes.Passes._pass, []
-
-    def run(self, start, size):
-        calls.append(plain(self, start, size))
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return calls[-1]
-
-    monkeypatch.setattr(passes.Passes, "_pass", run)
-    with pytest.warns(UserWarning, match="ran out of memory"):
-        other = measure(tiny.llama(), tokens, fisher, micro_batch=2)
-    assert calls == [2, 2, 1, 1, 1, 1, 1]
+    with (
+        measuring.input_sizes(model.get_input_embeddings()) as calls,
+        out_of_memory(model.model.norm, lambda _x: calls == [2, 2, 1]),  # two batches are counted, labels drawn
+        pytest.warns(UserWarning, match="ran out of memory"),
+    ):
+        other = measure(model, tokens, fisher, micro_batch=2)
+    assert calls == [2, 2, 1] + [1] * SAMPLES
     assert_close(other, {name: one.layer(name).omega for name in one.g2})
 
 
 def test_mean_says_that_it_does_not_compile():
-    with pytest.warns(UserWarning, match="^--fisher mean is measured without compiled blocks") as warned:
+    with pytest.warns(UserWarning, match="^--compile on has no effect here: these sums cannot be") as warned:
         measure(tiny.llama(), tiny.tokens(3, LENGTH), "mean", compile="on")
     assert len(warned) == 1
-
-
-def test_labels_are_drawn_with_the_probabilities_of_the_model(monkeypatch):
-    """Evenly spaced numbers in place of random ones: each label must come up in its share of them."""
-    count = 100_000
-    monkeypatch.setattr(torch, "rand", lambda n, *_, **__: (torch.arange(n).double()[:, None] + 0.5) / n)
-    logits = torch.tensor([1.0, -2.0, -torch.inf, 3.0, 0.0, -torch.inf])
-    labels = sample_labels(logits.softmax(-1).expand(count, -1), torch.Generator())
-    shares = torch.bincount(labels, minlength=6).double() / count
-    torch.testing.assert_close(shares, logits.double().softmax(-1), rtol=0, atol=2 / count)
-
-
-@pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
-def test_no_draw_leaves_the_vocabulary_or_meets_an_impossible_label(draw, monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda n, *_, **__: torch.full((n, 1), draw, dtype=torch.float64))
-    logits = torch.tensor([[-torch.inf, 0.0, 1.0, 2.0]])
-    assert sample_labels(logits.softmax(-1), torch.Generator()).item() == (1 if draw == 0 else 3)
 
 
 def test_the_true_fisher_is_the_exact_expectation_over_labels():
@@ -166,9 +119,8 @@ def test_the_true_fisher_is_the_exact_expectation_over_labels():
 
 def test_the_seed_decides_the_labels_and_the_global_generator_is_left_alone():
     tokens = tiny.tokens(SAMPLES, LENGTH)
-    state = torch.random.get_rng_state()
     model = tiny.llama()
-    torch.random.set_rng_state(state)
+    state = torch.random.get_rng_state()
     a, b, other = (measure(model, tokens, "true", seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state)
     for name, g2 in a.g2.items():

@@ -101,10 +101,10 @@ def test_out_of_memory_halves_the_micro_batch_and_counts_nothing_twice():
 @pytest.mark.fault("memory while calibrating")
 def test_out_of_memory_after_some_windows_counts_them_once():
     tokens, model = tiny.tokens(SAMPLES, LENGTH), tiny.llama()
-    one, calls = measure(tiny.llama(), tokens), []
+    one = measure(tiny.llama(), tokens)
     with (
-        out_of_memory(model.model.norm, lambda x: len(x) > 1 and len(calls) > 2),
         measuring.input_sizes(model.get_input_embeddings()) as calls,
+        out_of_memory(model.model.norm, lambda x: len(x) > 1 and len(calls) > 2),
         pytest.warns(UserWarning, match="ran out of memory"),
     ):
         other = measure(model, tokens, micro_batch=2)

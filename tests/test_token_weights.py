@@ -1,65 +1,66 @@
 """F-SparseGPT under a pattern: tokens weighed by their gradients."""
 
+import measuring
+import oracle
 import pytest
 import tiny
 import torch
+from measuring import engine_of
 
 import fwanda_kernels as fk
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
-from fwanda_pruner.engine.loop import PassSettings
-from fwanda_pruner.measure.token_weights import token_energies, token_weights
+from fwanda_pruner.engine.resident import ResidentEngine
+from fwanda_pruner.measure.token_weights import measure_token_sq_grads, token_weights
 from fwanda_pruner.model.targets import find_targets
 
 TOKENS = tiny.tokens(6, 16)
 RUN = {"pattern": "2:4", "calibration": TOKENS, "progress": False}
 
 
-def expected_energies(model) -> dict[str, torch.Tensor]:
-    """name -> [S * L] from the retained gradients of the whole summed loss."""
-    outputs, handles = {}, []
-    for target in find_targets(model)[0]:
-
-        def hook(_module, _args, output, name=target.name):
-            output.retain_grad()
-            outputs[name] = output
-
-        handles.append(target.module.register_forward_hook(hook))
-    logits = model(TOKENS).logits[:, :-1].flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits, TOKENS[:, 1:].flatten(), reduction="sum").backward()
-    for handle in handles:
-        handle.remove()
-    return {name: output.grad.flatten(0, 1).square().sum(1) for name, output in outputs.items()}
-
-
-@pytest.mark.parametrize("settings", [PassSettings(1), PassSettings(4), PassSettings(2, checkpointing="on")], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch": 1}, {"micro_batch": 4}, {"micro_batch": 2, "checkpointing": "on"}], ids=str
+)
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
-def test_energies_equal_those_of_retained_gradients(family, settings):
-    model = tiny.build(family)
-    energies, facts = token_energies(model, TOKENS, find_targets(model)[0], settings=settings, progress=False)
-    expected = expected_energies(tiny.build(family))
-    assert energies.keys() == expected.keys() and facts.micro_batch == settings.micro_batch
-    for name, energy in expected.items():
-        torch.testing.assert_close(energies[name], energy, rtol=1e-4, atol=1e-9)
+def test_squared_gradients_equal_those_of_retained_gradients(family, settings):
+    found, passes = measure_token_sq_grads(engine_of(tiny.build(family), **settings), TOKENS)
+    expected = oracle.token_sq_grads(tiny.build(family), TOKENS)
+    assert found.keys() == expected.keys() and passes.micro_batch == settings["micro_batch"]
+    for name, squares in expected.items():
+        torch.testing.assert_close(found[name].double(), squares, rtol=1e-4, atol=1e-9)
+
+
+def test_true_draws_the_labels_by_the_seed():
+    found, _ = measure_token_sq_grads(engine_of(tiny.llama()), TOKENS, fisher="true", seed=7)
+    grads = oracle.inputs_and_gradients(tiny.llama(), TOKENS, oracle.drawn_labels(TOKENS, 7))[1]
+    for name, gradient in grads.items():
+        torch.testing.assert_close(found[name].double(), gradient.square().sum(1), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.fault("memory while calibrating")
+def test_out_of_memory_counts_no_token_twice():
+    model = tiny.llama()
+    with (
+        measuring.input_sizes(model.get_input_embeddings()) as calls,
+        measuring.out_of_memory(model.model.norm, lambda _x: calls == [4, 2]),
+        pytest.warns(UserWarning, match="starting again with 2 windows"),
+    ):
+        found, _ = measure_token_sq_grads(engine_of(model, micro_batch=4), TOKENS)
+    assert calls == [4, 2, 2, 2, 2]
+    for name, squares in oracle.token_sq_grads(tiny.llama(), TOKENS).items():
+        torch.testing.assert_close(found[name].double(), squares, rtol=1e-4, atol=1e-9)
 
 
 def test_the_run_is_that_of_the_restatement():
-    """The first block, whose inputs are those of the dense model: energies summed over the matrices with one input."""
+    """The first block, whose inputs are those of the dense model: squares summed over the matrices with one input."""
     dense, (weights, _) = tiny.llama(), pruned("fsparsegpt", power=1.0)
-    energies, inputs, handles = expected_energies(tiny.llama()), {}, []
+    squares, inputs = oracle.token_sq_grads(dense, TOKENS), oracle.inputs_of(dense, TOKENS)
     targets = [t for t in find_targets(dense)[0] if t.block == 0]
-    for target in targets:
-
-        def hook(_module, args, _output, name=target.name):
-            inputs[name] = args[0].detach().flatten(0, 1)
-
-        handles.append(target.module.register_forward_hook(hook))
-    dense(TOKENS)
     for target, found in zip(targets, weights, strict=False):
         x = inputs[target.name]
         same = [other.name for other in targets if torch.equal(inputs[other.name], x)]
         assert len(same) == {"q": 3, "k": 3, "v": 3, "g": 2, "u": 2}.get(target.name.split(".")[-1][0], 1)
-        weight = sum(energies[name] for name in same).sqrt()
+        weight = sum(squares[name] for name in same).sqrt().float()
         factor, _ = fk.obs_factor(x.T @ (x * (weight / weight.mean())[:, None]), 0.01)
         expected = target.weight.clone()
         fk.obs_prune_(expected, factor=factor, pattern=(2, 4))
@@ -67,18 +68,17 @@ def test_the_run_is_that_of_the_restatement():
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_experts_have_no_energies_even_where_all_see_each_token():
+def test_experts_have_none_even_where_all_see_each_token():
     model = tiny.build("mixtral")
     model.config.num_experts_per_tok = model.config.num_local_experts
     for module in model.modules():
         if hasattr(module, "top_k"):
             module.top_k = model.config.num_local_experts
-    targets = find_targets(model)[0]
-    energies, _ = token_energies(model, TOKENS, targets, progress=False)
-    assert energies and not any("expert" in name for name in energies)
+    found, _ = measure_token_sq_grads(engine_of(model), TOKENS)
+    assert found and not any("expert" in name for name in found)
 
 
-def test_experts_in_a_list_have_no_energies():
+def test_experts_in_a_list_have_none():
     class Experts(torch.nn.Module):
         def __init__(self, expert):
             super().__init__()
@@ -89,37 +89,37 @@ def test_experts_in_a_list_have_no_energies():
 
     model = tiny.llama()
     model.model.layers[0].mlp = Experts(model.model.layers[0].mlp)
-    targets = find_targets(model)[0]
-    energies, _ = token_energies(model, TOKENS, targets, progress=False)
-    assert {t.name for t in targets} - energies.keys() == {
+    engine = engine_of(model)
+    found, _ = measure_token_sq_grads(engine, TOKENS)
+    assert {t.name for t in engine.targets} - found.keys() == {
         f"model.layers.0.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")
     }
 
 
-@pytest.mark.parametrize("settings", [PassSettings(2), PassSettings(3, checkpointing="on")], ids=str)
-def test_energies_keep_the_order_of_calls_in_parts(settings, monkeypatch):
-    model, whole = tiny.llama(), tiny.llama()
+@pytest.mark.parametrize("settings", [{"micro_batch": 2}, {"micro_batch": 3, "checkpointing": "on"}], ids=str)
+def test_squared_gradients_keep_the_order_of_calls_in_parts(settings, monkeypatch):
+    model = tiny.llama()
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda x: torch.cat([forward(part) for part in x.split(1)]))
-    energies, _ = token_energies(model, TOKENS, find_targets(model)[0], settings=settings, progress=False)
-    expected = expected_energies(whole)
-    torch.testing.assert_close(energies["model.layers.0.mlp.up_proj"], expected["model.layers.0.mlp.up_proj"])
+    found, _ = measure_token_sq_grads(engine_of(model, **settings), TOKENS)
+    name = "model.layers.0.mlp.up_proj"
+    expected = oracle.token_sq_grads(tiny.llama(), TOKENS)[name]
+    torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-9)
 
 
 def test_matrices_that_no_token_reaches_have_none(monkeypatch):
     model = tiny.llama()
-    mlp = model.model.layers[1].mlp
-    monkeypatch.setattr(mlp, "forward", lambda x: x)
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", lambda x: x)
     targets = [t for t in find_targets(model)[0] if "layers.1.mlp" in t.name]
-    assert token_energies(model, TOKENS, targets, progress=False)[0] == {}
+    assert measure_token_sq_grads(ResidentEngine(model, targets, progress=False), TOKENS)[0] == {}
 
 
 def test_gradients_that_overflow_are_refused():
     model = tiny.llama()
     torch.nn.init.constant_(model.lm_head.weight, torch.inf)
     with pytest.raises(UserError, match="the model overflows on the calibration text"):
-        token_energies(model, TOKENS, find_targets(model)[0], progress=False)
+        measure_token_sq_grads(engine_of(model), TOKENS)
 
 
 def test_weights_have_a_mean_of_1_and_the_power():
@@ -192,6 +192,8 @@ def test_fisher_true_draws_its_labels_and_mean_is_refused():
         PruneConfig(method="fsparsegpt", pattern="2:4", fisher="mean")
 
 
-def test_an_allocation_that_divides_nothing_is_named():
-    with pytest.warns(UserWarning, match="--allocation global divides nothing under 2:4"):
+def test_an_allocation_that_has_no_effect_is_named_where_it_is_asked_for(recwarn):
+    pruned("fsparsegpt")
+    assert not [warning for warning in recwarn if "allocation" in str(warning.message)]
+    with pytest.warns(UserWarning, match="--allocation global has no effect with --pattern 2:4"):
         pruned("fsparsegpt", allocation="global")
