@@ -17,11 +17,10 @@ def main() -> int:
     parser.add_argument("--build", choices=("cpu", "cuda", "all"), help="compile the native backend beside the package")
     args = parser.parse_args()
     try:
-        lines = (
-            [f"fwanda_kernels {__version__}", describe()]
-            if args.build is None
-            else [f"built {path.name}" for path in build(args.build)]
-        )
+        if args.build is None:
+            lines = [f"fwanda_kernels {__version__}", describe()]
+        else:
+            lines = [f"built {path.name}" for path in build(args.build)]
     except (BuildError, ValueError) as error:
         print(f"fwanda_kernels: error: {error}", file=sys.stderr)
         return 2

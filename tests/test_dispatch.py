@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fwanda_kernels as fk
-from fwanda_kernels.__main__ import describe
+from fwanda_kernels import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHT, SCALE = torch.ones(2, 4), torch.ones(4)
