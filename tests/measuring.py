@@ -1,16 +1,26 @@
-"""What the tests of measurements share: an engine, statistics, short memory, a quick compiler."""
+"""What the tests of measurements share: models, an engine, short memory, slices of logits, a quick compiler."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import tiny
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fwanda_pruner.engine.loop import PassSettings
 from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.measure.statistics import Statistics, measure_statistics
 from fwanda_pruner.model.targets import find_targets
+
+LARGE_VOCABULARY = 262_144  # 64 positions have SLICE logits
+SLICE = 1 << 24  # logits that may exist at once
+MODELS = {
+    "llama": tiny.llama,
+    "gpt2": partial(tiny.build, "gpt2"),
+    "vocabulary_262k": partial(tiny.llama, vocab_size=LARGE_VOCABULARY),  # three windows of 24: two slices
+}
 
 
 def engine_of(model: nn.Module, **settings) -> ResidentEngine:
@@ -58,3 +68,38 @@ def quick_compile(monkeypatch) -> None:
     """The graphs of torch.compile without its code generator, which takes half a minute on a CPU."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+
+
+def assert_close(statistics, expected, tokens: int) -> None:
+    """Compares statistics with `expected`: name -> (x2, g2)."""
+    assert statistics.x2.keys() == expected.keys()
+    for name, (x2, g2) in expected.items():
+        assert statistics.n_tokens[name] == tokens
+        torch.testing.assert_close(statistics.x2[name].double(), x2.double(), rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(statistics.g2[name].double(), g2.double(), rtol=1e-3, atol=1e-6, msg=name)
+
+
+def sums_of(statistics) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (statistics.x2[name], statistics.g2[name]) for name in statistics.x2}
+
+
+@contextmanager
+def slices_of(model) -> Iterator[list[int]]:
+    """Inside the block: the positions in each call of the head. Fails where the logits of an earlier call are alive."""
+    positions: list[int] = []
+    logits: list[StorageWeakRef] = []
+
+    def before(_module, _args):
+        assert all(earlier.expired() for earlier in logits)
+
+    def after(_module, _args, output):
+        positions.append(output.numel() // output.shape[-1])
+        logits.append(StorageWeakRef(output.untyped_storage()))
+
+    head = model.get_output_embeddings()
+    handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
+    try:
+        yield positions
+    finally:
+        for handle in handles:
+            handle.remove()

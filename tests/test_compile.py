@@ -4,8 +4,7 @@ import measuring
 import pytest
 import tiny
 import torch
-from measuring import engine_of, measure
-from test_passes import MODELS, assert_close, sums_of
+from measuring import MODELS, assert_close, engine_of, measure, sums_of
 from torch import nn
 
 import fwanda_pruner

@@ -9,7 +9,7 @@ import oracle
 import pytest
 import tiny
 import torch
-from test_losses import SLICE, slices_of
+from measuring import LARGE_VOCABULARY, SLICE, slices_of
 
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.evaluate.perplexity import check_dense, choose_bos, perplexity
@@ -26,7 +26,7 @@ def tokens_of(samples, length, seed=1):
     return torch.randint(1, 300, (samples, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("vocabulary, samples, length", [(300, 3, 12), (262_144, 1, 80)])
+@pytest.mark.parametrize("vocabulary, samples, length", [(300, 3, 12), (LARGE_VOCABULARY, 1, 80)])
 def test_perplexity_is_exp_of_the_mean_loss_of_all_targets(vocabulary, samples, length):
     """Also where the logits of a window do not exist at once."""
     model, tokens = tiny.llama(vocab_size=vocabulary), tokens_of(samples, length)
@@ -36,10 +36,10 @@ def test_perplexity_is_exp_of_the_mean_loss_of_all_targets(vocabulary, samples, 
 
 
 def test_perplexity_holds_no_more_logits_at_once_than_a_slice():
-    model, tokens = tiny.llama(vocab_size=262_144), tiny.tokens(2, 100)
+    model, tokens = tiny.llama(vocab_size=LARGE_VOCABULARY), tiny.tokens(2, 100)
     with slices_of(model) as positions:
         perplexity(model, tokens, progress=False)
-    assert positions == [50, 49] * 2 and 50 * 262_144 <= SLICE
+    assert positions == [50, 49] * 2 and 50 * LARGE_VOCABULARY <= SLICE
 
 
 def test_perplexity_of_a_bf16_model_computes_its_loss_in_fp32():

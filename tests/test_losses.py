@@ -1,8 +1,6 @@
 """The next-token loss on slices of the positions: never all logits at once, whatever the model does in its head."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import oracle
@@ -10,37 +8,11 @@ import pytest
 import tiny
 import torch
 import transformers
-from measuring import engine_of
+from measuring import LARGE_VOCABULARY, SLICE, engine_of, slices_of
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fwanda_pruner.engine.losses import backward_of_summed_loss, find_decoder, sample_labels, summed_loss
 from fwanda_pruner.engine.sums import Sums
-
-VOCABULARY = 262_144  # 64 positions have as many logits as may exist at once
-SLICE = 1 << 24  # logits
-
-
-@contextmanager
-def slices_of(model) -> Iterator[list[int]]:
-    """Inside the block: the positions in each call of the head. Fails where the logits of an earlier call are alive."""
-    positions: list[int] = []
-    logits: list[StorageWeakRef] = []
-
-    def before(_module, _args):
-        assert all(earlier.expired() for earlier in logits)
-
-    def after(_module, _args, output):
-        positions.append(output.numel() // output.shape[-1])
-        logits.append(StorageWeakRef(output.untyped_storage()))
-
-    head = model.get_output_embeddings()
-    handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
-    try:
-        yield positions
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def run(model, tokens, kind: str) -> None:
@@ -53,24 +25,24 @@ def run(model, tokens, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["loss", "backward", "drawn"])
 def test_the_head_never_holds_more_logits_than_a_slice(kind):
-    model, tokens = tiny.llama(vocab_size=VOCABULARY), tiny.tokens(3, 54)
+    model, tokens = tiny.llama(vocab_size=LARGE_VOCABULARY), tiny.tokens(3, 54)
     with slices_of(model) as positions:
         run(model, tokens, kind)
     assert sum(positions) == 3 * 53 and len(positions) == 3
-    assert max(positions) * VOCABULARY <= SLICE
+    assert max(positions) * LARGE_VOCABULARY <= SLICE
 
 
 @pytest.mark.parametrize(
     "samples, length, expected", [(1, 65, [64]), (1, 66, [33, 32]), (2, 50, [49, 49]), (1, 141, [47, 47, 46])]
 )
 def test_the_slices_differ_by_at_most_one_position(samples, length, expected):
-    model = tiny.llama(vocab_size=VOCABULARY)
+    model = tiny.llama(vocab_size=LARGE_VOCABULARY)
     with slices_of(model) as positions:
         run(model, tiny.tokens(samples, length), "loss")
     assert positions == expected
 
 
-@pytest.mark.parametrize("vocabulary, samples, length", [(64, 3, 24), (VOCABULARY, 1, 80)])
+@pytest.mark.parametrize("vocabulary, samples, length", [(64, 3, 24), (LARGE_VOCABULARY, 1, 80)])
 def test_the_mean_loss_is_that_of_whole_logits(vocabulary, samples, length):
     model, tokens = tiny.llama(vocab_size=vocabulary), tiny.tokens(samples, length)
     assert engine_of(model).mean_loss(tokens) == pytest.approx(float(oracle.losses(model, tokens).mean()), rel=1e-6)
@@ -91,7 +63,7 @@ def test_a_loss_that_is_not_finite_is_inf():
     assert engine_of(model).mean_loss(tiny.tokens(2, 24)) == math.inf
 
 
-def gemma2(cap: float | None, vocabulary: int = VOCABULARY):
+def gemma2(cap: float | None, vocabulary: int = LARGE_VOCABULARY):
     """Gemma 2 caps its logits, so its head is more than a matrix."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
@@ -101,7 +73,7 @@ def gemma2(cap: float | None, vocabulary: int = VOCABULARY):
     return transformers.Gemma2ForCausalLM(config).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("vocabulary, length", [(64, 24), (VOCABULARY, 48)])
+@pytest.mark.parametrize("vocabulary, length", [(64, 24), (LARGE_VOCABULARY, 48)])
 def test_the_backward_pass_keeps_what_the_model_does_after_its_decoder(vocabulary, length):
     """Over one slice, and over two."""
     model = gemma2(0.1, vocabulary)

@@ -1,38 +1,19 @@
 """How windows run: micro-batches, checkpointing and short memory change no sum."""
 
 from collections.abc import Callable
-from functools import partial
 
 import measuring
 import oracle
 import pytest
 import tiny
 import torch
-from measuring import batch_above, measure, out_of_memory
+from measuring import MODELS, assert_close, batch_above, measure, out_of_memory, sums_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fwanda_pruner
 from fwanda_pruner.errors import UserError
 
 SAMPLES, LENGTH = 7, 24
-MODELS = {
-    "llama": tiny.llama,
-    "gpt2": partial(tiny.build, "gpt2"),
-    "vocabulary_262k": partial(tiny.llama, vocab_size=262_144),  # the loss of three windows is formed in two slices
-}
-
-
-def assert_close(statistics, expected, tokens: int) -> None:
-    """Compares statistics with `expected`: name -> (x2, g2)."""
-    assert statistics.x2.keys() == expected.keys()
-    for name, (x2, g2) in expected.items():
-        assert statistics.n_tokens[name] == tokens
-        torch.testing.assert_close(statistics.x2[name].double(), x2.double(), rtol=1e-4, atol=1e-6, msg=name)
-        torch.testing.assert_close(statistics.g2[name].double(), g2.double(), rtol=1e-3, atol=1e-6, msg=name)
-
-
-def sums_of(statistics) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    return {name: (statistics.x2[name], statistics.g2[name]) for name in statistics.x2}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -126,18 +126,16 @@ def test_batches_change_nothing(family, micro_batch):
     assert_same_masks(one, other)
 
 
-@pytest.fixture
-def no_free_ram(monkeypatch):
+def no_free_ram(monkeypatch) -> None:
     """The system says that no page of RAM is free."""
     sysconf = os.sysconf
     monkeypatch.setattr(os, "sysconf", lambda name: 0 if name == "SC_AVPHYS_PAGES" else sysconf(name))
 
 
 @pytest.mark.parametrize("order", ["onepass", "sequential"])
-def test_hidden_states_may_lie_on_disk(order, no_free_ram, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.undo()
-        expected = weights(prune(tiny.llama(), order=order))
+def test_hidden_states_may_lie_on_disk(order, tmp_path, monkeypatch):
+    expected = weights(prune(tiny.llama(), order=order))
+    no_free_ram(monkeypatch)
     allocated, allocate = [], os.posix_fallocate
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", lambda file, *span: allocated.append(span) or allocate(file, *span))
@@ -148,7 +146,9 @@ def test_hidden_states_may_lie_on_disk(order, no_free_ram, tmp_path, monkeypatch
 
 
 @pytest.mark.fault("full disk")
-def test_a_disk_that_is_full_is_one_line(no_free_ram, monkeypatch):
+def test_a_disk_that_is_full_is_one_line(monkeypatch):
+    no_free_ram(monkeypatch)
+
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -199,7 +199,7 @@ def test_a_first_batch_that_does_not_fit_is_halved_and_counted_once(advance):
     mlp = model.model.layers[0].mlp  # the attention has then counted its inputs
     with out_of_memory(mlp, batch_above(2)), measuring.input_sizes(mlp) as sizes, pytest.warns(match="2 windows"):
         found = sums_of_block(model, walk, 0, advance=advance)
-    assert sizes[-3:] == [2, 2, 1]
+    assert sizes[-3:] == [2, 2, 1]  # before these a pass through the whole model, for the arguments of two windows
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, msg=name)
     with measuring.input_sizes(mlp) as sizes:
