@@ -132,7 +132,7 @@ class TokenSqGradSums(Sums):
 class HessianSums(Sums):
     """X^T X of the inputs of linear layers, as fk.collect_hessians() measures them.
 
-    Tensors: one [C, C] fp32 for each distinct input, by the name of the first module that is called with it.
+    Tensors: one [C, C] fp32 for each distinct input, named by all modules that are called with it, joined by "+".
 
     Args:
         modules: name -> linear module.
@@ -145,7 +145,6 @@ class HessianSums(Sums):
         super().__init__()
         self._named, self.modules = dict(modules), tuple(modules.values())
         self._token_weights = token_weights or {}
-        self._owners: dict[str, str] = {}
 
     def __enter__(self) -> HessianSums:
         self._context = fk.collect_hessians(self._named, self._token_weights)
@@ -155,15 +154,15 @@ class HessianSums(Sums):
     def __exit__(self, *exception) -> None:
         self._context.__exit__(*exception)
         if exception[0] is None:
-            first: dict[int, str] = {}
+            sharing: dict[int, list[str]] = {}
             for name, hessian in self._hessians.items():
-                self._owners[name] = first.setdefault(id(hessian), name)
-            self.merge({owner: self._hessians[owner] for owner in first.values()})
+                sharing.setdefault(id(hessian), []).append(name)
+            self.merge({"+".join(names): self._hessians[names[0]] for names in sharing.values()})
         del self._hessians
 
     def by_module(self) -> dict[str, Tensor]:
         """name -> [C, C] of each module that was called; modules with the same input share one tensor."""
-        return {name: self._totals[owner] for name, owner in self._owners.items()}
+        return {name: hessian for names, hessian in self._totals.items() for name in names.split("+")}
 
 
 @contextmanager
