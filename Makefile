@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CPU_LIBRARY := fwanda_kernels/libfwanda_cpu.stable.so
 
-# Tests run in two processes of one thread each; WORKERS=8 make test takes more.
+# Tests run in two processes of one thread each, and each file in one of them, for its fixtures. WORKERS=8 takes more.
 WORKERS ?= 2
-PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
+PYTEST := -m pytest -q -n $(WORKERS) --dist loadfile
 
 # Oldest supported versions, for `make matrix`.
 OLD := .venv-oldest
