@@ -35,7 +35,8 @@ fwanda::DType dtype_of(const Tensor& weight) {
   switch (weight.scalar_type()) {
     case ScalarType::BFloat16: return fwanda::DType::bf16;
     case ScalarType::Half: return fwanda::DType::fp16;
-    default: return fwanda::DType::fp32;
+    case ScalarType::Float: return fwanda::DType::fp32;
+    default: STD_TORCH_CHECK(false, "fwanda_C: weights must be bf16, fp16 or fp32");
   }
 }
 

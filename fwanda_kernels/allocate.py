@@ -22,7 +22,7 @@ def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, b
         k_min: fewest kept in a row.
         k_max: most kept in a row: C.
         bad: [1] int32 on the device of v. With it nothing waits for the device: 1 is ORed into it if v is negative or
-            not finite; the counts then have no meaning.
+            not finite; the counts then have no meaning. (bad_message() is for the selection ops, not for this flag.)
 
     Returns:
         [R] int64.

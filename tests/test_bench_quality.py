@@ -11,7 +11,7 @@ import pytest
 import tiny
 import yaml
 
-from fwanda_pruner.evaluate.tasks import ZEROSHOT
+from fwanda_pruner.evaluate.lm_eval_tasks import ZEROSHOT
 
 FOLDER = Path(__file__).parent.parent
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from fwanda_pruner import PruneConfig, Report, Statistics, UserError, prune
 from fwanda_pruner.model.load import load_model
 from fwanda_pruner.model.targets import find_targets
-from fwanda_pruner.report.text import table
+from fwanda_pruner.report.summary import table
 from fwanda_pruner.text.sources import load_documents
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -6,7 +6,7 @@ import pytest
 
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.report.record import ROW_BINS, MatrixRow, Report, versions
-from fwanda_pruner.report.text import summary, table
+from fwanda_pruner.report.summary import summary, table
 
 PROTOCOL = {"seqlen": 64, "windows": 3, "tokens_sha256": "ab" * 32, "bos": True, "tokenizer": "tiny"}
 

@@ -15,7 +15,7 @@ from fwanda_pruner.allocate.masks import MaskBits, masks_of, select_once
 from fwanda_pruner.allocate.response import LineSums, Round, move_scales, respond
 from fwanda_pruner.engine.loop import PassRecord, PassSettings
 from fwanda_pruner.engine.resident import ResidentEngine
-from fwanda_pruner.engine.resumable import NoSteps
+from fwanda_pruner.engine.resume import NoSteps
 from fwanda_pruner.measure.removed import RemovedWeightSums
 from fwanda_pruner.measure.statistics import Statistics, measure_statistics
 from fwanda_pruner.model.targets import find_targets

@@ -89,11 +89,11 @@ def test_the_parts_of_a_stage_are_there_until_the_stage_is_kept(state):
     earlier.steps(StageName.CHOOSE, SCALED).save(0, torch.ones(2))
 
     stage = Stages(state, CPU)
-    partial, steps = stage.partial(StageName.CALIBRATE), stage.steps(StageName.CALIBRATE, SCALED)
+    partial, steps = stage.unfinished(StageName.CALIBRATE), stage.steps(StageName.CALIBRATE, SCALED)
     seen = {}
 
     def compute():
-        seen.update(partial=partial.load(), third=steps.load(3), first=steps.load(0))
+        seen.update(unfinished=partial.load(), third=steps.load(3), first=steps.load(0))
         return torch.ones(3)
 
     stage(StageName.CALIBRATE, compute, SCALED)

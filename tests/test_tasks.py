@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from fwanda_pruner.cli import main
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.evaluate.tasks import ZEROSHOT, evaluate_tasks, mean_accuracy
+from fwanda_pruner.evaluate.lm_eval_tasks import ZEROSHOT, evaluate_tasks, mean_accuracy
 from fwanda_pruner.sweep.tables import evaluation
 
 HUB = Path(__file__).resolve().parents[2] / "shared" / "data" / "hub"

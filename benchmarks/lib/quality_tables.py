@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from fwanda_pruner.evaluate.tasks import ZEROSHOT
+from fwanda_pruner.evaluate.lm_eval_tasks import ZEROSHOT
 
 from .markdown import table
 from .results import RESULTS, read_all

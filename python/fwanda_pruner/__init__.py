@@ -12,7 +12,7 @@ _HOMES = {
     "UserError": "errors",
     "collect": "run.pipeline",
     "evaluate_model": "run.pipeline",
-    "evaluate_tasks": "evaluate.tasks",
+    "evaluate_tasks": "evaluate.lm_eval_tasks",
     "load_model": "model.load",
     "prune": "run.pipeline",
     "save_pruned": "run.save",

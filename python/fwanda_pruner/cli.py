@@ -8,12 +8,11 @@ import logging
 import os
 import signal
 import sys
-import time
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
-from .config import GROUPS, PruneConfig, flag
+from .config import CALIBRATION, GROUPS, PruneConfig, flag
 from .errors import UserError
 
 
@@ -115,7 +114,7 @@ def _add_calibrate(commands) -> None:
         required=True,
         help="file to write; it replaces a file of statistics, and no other",
     )
-    _add_settings(parser, "fisher", "text", "bos", "place", "passes")
+    _add_settings(parser, *CALIBRATION, "place", "passes")
 
 
 def _add_eval(commands) -> None:
@@ -291,21 +290,20 @@ def _is_finished(args: argparse.Namespace, config: PruneConfig) -> bool:
 def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -> None:
     from .formats.dense import model_bytes
     from .formats.files import check_output
-    from .report.text import summary
+    from .report.summary import summary
     from .run.pipeline import prune
     from .run.save import save_pruned
-    from .run.stage import StageName
+    from .run.stage import StageName, timed
     from .run.state import RunState
 
     with RunState(args.output, resume=args.resume) as state:
-        start = time.perf_counter()
-        model, tokenizer = _load(args, config)
-        seconds = time.perf_counter() - start
+        with timed(seconds := {}, StageName.LOAD):
+            model, tokenizer = _load(args, config)
         copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
         check_output(args.output, overwrite=args.overwrite, needed_bytes=copies * model_bytes(model))
         report = prune(model, tokenizer, config=config, statistics=statistics, state=state)
         report.config = {**report.config, "model": args.model, "statistics": args.statistics}
-        report.seconds = {StageName.LOAD.value: round(seconds, 3), **report.seconds}
+        report.seconds = seconds | report.seconds
         save_pruned(model, tokenizer, report, args.output, overwrite=args.overwrite)
         state.remove()
     print(summary(report))
@@ -319,17 +317,18 @@ def _print_plan(model, config: PruneConfig) -> None:
     from .run.pipeline import plan
 
     targets, skipped = plan(model, config)
-    known = config.allocation in ("layer", "uniform", "row") or config.nm  # how much each matrix loses
     size = removed = 0
     for target in targets:
-        rows, cols = target.weight.shape
+        rows, cols = target.shape
         goes = rows * cols - asked(config, target)
         place = "" if target.slice_of is None else f"  = {target.parameter}[{target.slice_of.index}]"
-        print(f"{target.name}  [{rows}, {cols}]  removes {goes if known else 'by its Fisher information'}{place}")
+        print(
+            f"{target.name}  [{rows}, {cols}]  removes {goes if config.fixes_matrix_totals else 'by its Fisher information'}{place}"
+        )
         size, removed = size + rows * cols, removed + goes
     for item in skipped:
         print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")
-    if not known:
+    if not config.fixes_matrix_totals:
         removed = size - keep_total(size, config.removed)
     total, inside = (sum(p.numel() for p in m.parameters()) for m in (model, find_blocks(model)[1]))
     print(f"these matrices hold {size / inside:.2%} of the parameters of the blocks, {size / total:.2%} of the model's")
@@ -358,7 +357,7 @@ def _eval(args: argparse.Namespace) -> None:
     config, names = _config(args), [name.strip() for name in args.tasks.split(",")]
     tasks, settings = [name for name in names if name != "ppl"], _task_settings(args)
     if tasks:
-        from .evaluate.tasks import check_tasks, evaluate_tasks
+        from .evaluate.lm_eval_tasks import check_tasks, evaluate_tasks
 
         check_tasks(tasks, **settings)
     elif settings:
@@ -394,7 +393,7 @@ def _task_settings(args: argparse.Namespace) -> dict:
 
 
 def _sweep(args: argparse.Namespace) -> None:
-    from .evaluate.tasks import check_tasks
+    from .evaluate.lm_eval_tasks import check_tasks
     from .sweep.figures import check_installed, draw
     from .sweep.recipe import Recipe
     from .sweep.run import TaskSettings, run
@@ -421,7 +420,7 @@ def _sweep(args: argparse.Namespace) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     from .report.record import Report
-    from .report.text import table
+    from .report.summary import table
 
     reports = {path: Report.load(path) for path in args.reports}
     print(table([(f"{path} ({report.config.get('model')})", report) for path, report in reports.items()]))

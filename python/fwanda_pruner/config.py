@@ -49,8 +49,10 @@ GROUPS = {  # of settings, with their headings in --help
     "eval": "evaluation text",
     "place": "device and dtype",
     "passes": "memory and speed of calibration; results change by rounding at most",
-    "run": "checks and energy",
+    "check": "comparison with Wanda",
+    "energy": "energy",
 }
+CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics depend on
 RESPONSES = ("response", "auto")  # allocations that run text through the pruned model
 FISHER_ALLOCATIONS = ("row", "global", *RESPONSES)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -199,10 +201,10 @@ class PruneConfig:
         type=bool,
     )
     no_check: bool = _setting(
-        "run", False, "skip the comparison with Wanda's masks on held-out calibration text", type=bool
+        "check", False, "skip the comparison with Wanda's masks on held-out calibration text", type=bool
     )
     energy: str = _setting(
-        "run",
+        "energy",
         "gross",
         "energy of the GPU. gross: read its energy counter, which takes no time; net: also measure the idle power "
         "first (2 s) and sample the power at 10 Hz",
@@ -221,9 +223,9 @@ class PruneConfig:
             if value is None and f.default is not None:
                 raise UserError(f"{flag(f.name)} must have a value, got none")
             self._check_value(f.name, value, f.metadata)
-        if self.allocation is not None and self.allocation not in self.facts.allocations:
+        if self.allocation is not None and self.allocation not in self.traits.allocations:
             raise UserError(
-                f"--allocation must be one of {', '.join(self.facts.allocations)} with --method {self.method}, "
+                f"--allocation must be one of {', '.join(self.traits.allocations)} with --method {self.method}, "
                 f"got {_show(self.allocation)}"
             )
         if self.method == "magnitude" and self.order not in (None, "onepass"):
@@ -299,29 +301,29 @@ class PruneConfig:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2])))
 
     @property
-    def facts(self) -> Method:
+    def traits(self) -> Method:
         """The entry of METHODS."""
         return METHODS[self.method]
 
     @property
     def needs_fisher(self) -> bool:
-        """Whether omega changes the result. Under a pattern only a response does: other factors of rows cancel."""
-        return self.responds or (self.nm is None and (self.facts.weighs_rows or self.allocation in FISHER_ALLOCATIONS))
+        """Whether omega changes the result. Under a pattern, where row scales cancel, only a response uses it."""
+        return self.responds or (self.nm is None and (self.traits.weighs_rows or self.allocation in FISHER_ALLOCATIONS))
 
     @property
     def responds(self) -> bool:
         """Whether the allocation measures the pruned model; F-SparseGPT under a pattern uses its Hessian instead."""
-        return self.allocation in RESPONSES and (self.nm is None or self.facts.scores_inputs)
+        return self.allocation in RESPONSES and (self.nm is None or self.traits.scores_inputs)
 
     @property
     def weighs_tokens(self) -> bool:
         """Whether Hessians weigh each token by its gradient: under a pattern, where the weights of rows cancel."""
-        return self.nm is not None and self.facts.weighs_rows
+        return self.nm is not None and self.traits.weighs_rows
 
     @property
     def reads_statistics(self) -> bool:
-        """Whether the method needs statistics of the dense model: omega, or x2 unless blocks measure it in order."""
-        return self.needs_fisher or (self.facts.scores_inputs and self.order == "onepass")
+        """Whether the method needs statistics of the dense model: omega, or x2 in --order onepass."""
+        return self.needs_fisher or (self.traits.scores_inputs and self.order == "onepass")
 
     @property
     def checks(self) -> bool:
@@ -331,12 +333,17 @@ class PruneConfig:
     @property
     def runs_blocks(self) -> bool:
         """Whether calibration text runs block by block, for Hessians or for the outputs of pruned blocks."""
-        return self.facts.updates_weights or (self.facts.scores_inputs and self.order != "onepass")
+        return self.traits.updates_weights or (self.traits.scores_inputs and self.order != "onepass")
+
+    @property
+    def fixes_matrix_totals(self) -> bool:
+        """Whether the settings alone say how many weights each matrix keeps."""
+        return self.nm is not None or self.allocation in ("layer", "uniform", "row")
 
     @property
     def needs_budgets(self) -> bool:
         """Whether each row gets a budget: not under a pattern, nor if an OBS walk selects over all rows."""
-        return self.nm is None and (self.allocation in FISHER_ALLOCATIONS or not self.facts.updates_weights)
+        return self.nm is None and (self.allocation in FISHER_ALLOCATIONS or not self.traits.updates_weights)
 
     @property
     def nm(self) -> tuple[int, int] | None:
@@ -358,12 +365,20 @@ class PruneConfig:
         """The same config, with each default filled in that depends on other settings."""
         return replace(
             self,
-            allocation=self.allocation or self.facts.allocations[0],
+            allocation=self.allocation or self.traits.allocations[0],
             sparsity=self.sparsity or _decimal(self.removed),
-            order=self.order or self.facts.order,
+            order=self.order or self.traits.order,
             fisher=self.fisher or "empirical",
             eval_seqlen=self.eval_seqlen or self.seqlen,
         )
+
+    def select(self, *groups: str) -> dict:
+        """Name -> value of the settings of some groups, as settings_of()."""
+        return {name: getattr(self, name) for name in settings_of(*groups)}
+
+    def without(self, *groups: str) -> dict:
+        """to_dict() without the settings of some groups."""
+        return {name: value for name, value in self.to_dict().items() if name not in settings_of(*groups)}
 
     def to_dict(self) -> dict:
         """The settings as JSON values, as fwanda.json holds them and from_dict() reads them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from .model.load import load_model
 from .report.record import FILE_NAME, Report
 from .run.pipeline import collect, prune
 from .run.save import save_pruned
-from .run.stage import StageName
+from .run.stage import StageName, timed
 from .run.texts import protocol
 from .text.sources import SAMPLE
 from .text.windows import evaluation_tokens
@@ -35,7 +34,7 @@ class _Shared:
 
     Attributes:
         model, tokenizer: of the demo.
-        statistics, calibration_seconds: of one calibration, which serves all methods that need one.
+        statistics, calibration: of one calibration, which serves all methods that need one, and its seconds.
         windows: [S, L] int64 evaluation text.
         dense: perplexity of the dense model on it.
         weights: of the dense model.
@@ -44,7 +43,7 @@ class _Shared:
     model: object
     tokenizer: object
     statistics: Statistics
-    calibration_seconds: float
+    calibration: dict[str, float]
     windows: Tensor
     dense: float
     weights: dict[str, Tensor]
@@ -84,9 +83,8 @@ def _prepare(nsamples: int, windows: int, seqlen: int) -> _Shared:
     """Load the model, calibrate it, and measure its dense perplexity."""
     model, tokenizer = load_model("smollm2", device="cpu")
     print(f"calibrating on {nsamples} x {seqlen} tokens", flush=True)
-    start = time.perf_counter()
-    statistics = collect(model, tokenizer, config=PruneConfig(nsamples=nsamples, seqlen=seqlen))
-    seconds = time.perf_counter() - start
+    with timed(seconds := {}, StageName.CALIBRATE):
+        statistics = collect(model, tokenizer, config=PruneConfig(nsamples=nsamples, seqlen=seqlen))
     held_out = evaluation_tokens(SAMPLE, tokenizer, seqlen=seqlen, bos=statistics.bos, windows=windows)
     dense = perplexity(model, held_out, label="dense perplexity")
     return _Shared(model, tokenizer, statistics, seconds, held_out, dense, _copy(model))
@@ -105,12 +103,10 @@ def _pruned(shared: _Shared, method: str, allocation: str) -> tuple[Report, floa
         no_check=True,  # the table compares the methods
     )
     statistics = None if method == "sparsegpt" else shared.statistics
-    start = time.perf_counter()
     report = prune(shared.model, shared.tokenizer, config=config, statistics=statistics)
-    seconds = time.perf_counter() - start
     if statistics is not None:
-        seconds += shared.calibration_seconds
-        report.seconds = {StageName.CALIBRATE.value: round(shared.calibration_seconds, 3), **report.seconds}
+        report.seconds = shared.calibration | report.seconds
+    seconds = sum(report.seconds.values())
     pruned = perplexity(shared.model, shared.windows, label=f"{method} {allocation} perplexity")
     report.config |= {"eval": SAMPLE, "eval_windows": shared.windows.shape[0]}
     comparison = protocol(shared.windows, shared.statistics.bos, shared.tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from ..config import PruneConfig
 from ..errors import UserError
 
 if TYPE_CHECKING:  # they import transformers, which the adapters for plain torch do without
-    from ..engine.resident import ResidentEngine
+    from ..engine.engine import Engine
     from ..measure.statistics import Statistics
 
 OMEGA_FLOOR = 1e-8
@@ -27,8 +27,8 @@ class ScoreScales:
     """Multipliers that make the scores |W_ij| * norm_j of all matrices comparable: rows_i * columns_j.
 
     Attributes:
-        rows: name -> [R] fp32.
-        columns: name -> [C] fp32. Unlike the rows, they also decide inside a row.
+        rows: name -> [R] fp32. They change only how many weights a row keeps.
+        columns: name -> [C] fp32. They also change which weights it keeps.
     """
 
     rows: dict[str, Tensor]
@@ -58,13 +58,13 @@ def floored_omega(layer: fk.LayerStatistics) -> Tensor:
     return layer.omega.clamp(min=OMEGA_FLOOR)
 
 
-def count_floored_rows(statistics: Statistics) -> int:
-    """Rows of all matrices whose omega is below OMEGA_FLOOR."""
-    return sum(int((statistics.layer(name).omega < OMEGA_FLOOR).sum()) for name in statistics.g2)
+def count_floored_rows(statistics: Statistics, names: Iterable[str]) -> int:
+    """Rows of the named matrices whose omega is below OMEGA_FLOOR."""
+    return sum(int((statistics.layer(name).omega < OMEGA_FLOOR).sum()) for name in names)
 
 
 def keep_budgets(
-    config: PruneConfig, engine: ResidentEngine, statistics: Statistics | None, scales: ScoreScales | None = None
+    config: PruneConfig, engine: Engine, statistics: Statistics | None, scales: ScoreScales | None = None
 ) -> dict[str, Tensor]:
     """Weights kept in each row, for an unstructured pattern.
 
@@ -72,7 +72,7 @@ def keep_budgets(
         config: resolved; its allocation decides.
         engine: of the dense model.
         statistics: of the dense model; needed by "row" and "global" only.
-        scales: multipliers that the search of "response" has found. They decide in place of the allocation.
+        scales: multipliers from the search of "response". If given, config.allocation is ignored.
 
     Returns:
         name -> [R] int64, on the engine's device.
@@ -88,7 +88,7 @@ def keep_budgets(
     return ALLOCATIONS[config.allocation](config, engine, statistics)
 
 
-def _uniform(config: PruneConfig, engine: ResidentEngine, _statistics) -> dict[str, Tensor]:
+def _uniform(config: PruneConfig, engine: Engine, _statistics) -> dict[str, Tensor]:
     """Every row keeps the same share."""
     return {t.name: _equal_rows(t.shape, config.removed, engine.device) for t in engine.targets}
 
@@ -98,7 +98,7 @@ def _equal_rows(shape: Sequence[int], removed: Fraction, device: torch.device) -
     return torch.full((rows,), keep_total(cols, removed), device=device)
 
 
-def _layer(config: PruneConfig, engine: ResidentEngine, _statistics) -> dict[str, Tensor]:
+def _layer(config: PruneConfig, engine: Engine, _statistics) -> dict[str, Tensor]:
     """Magnitude: one threshold per matrix."""
     budgets = {}
     for index in range(engine.block_count):
@@ -110,7 +110,7 @@ def _layer(config: PruneConfig, engine: ResidentEngine, _statistics) -> dict[str
     return budgets
 
 
-def _row(config: PruneConfig, engine: ResidentEngine, statistics: Statistics) -> dict[str, Tensor]:
+def _row(config: PruneConfig, engine: Engine, statistics: Statistics) -> dict[str, Tensor]:
     """The published rule: k_i proportional to omega_i^p inside each matrix, at least 1 (the paper, equation 3)."""
     targets = engine.targets
     totals = [keep_total(rows * cols, config.removed) for rows, cols in (t.shape for t in targets)]
@@ -126,7 +126,7 @@ def _row(config: PruneConfig, engine: ResidentEngine, statistics: Statistics) ->
     return {t.name: k for t, k in zip(targets, budgets, strict=True)}
 
 
-def _global(config: PruneConfig, engine: ResidentEngine, statistics: Statistics) -> dict[str, Tensor]:
+def _global(config: PruneConfig, engine: Engine, statistics: Statistics) -> dict[str, Tensor]:
     """One threshold over the model, on scores scaled by the damped estimate of the loss."""
     return threshold_budgets(config, engine, statistics, global_scales(config, engine, statistics))
 
@@ -139,7 +139,7 @@ ALLOCATIONS: dict[str, Callable[..., dict[str, Tensor]]] = {
 }
 
 
-def global_scales(config: PruneConfig, engine: ResidentEngine, statistics: Statistics) -> ScoreScales:
+def global_scales(config: PruneConfig, engine: Engine, statistics: Statistics) -> ScoreScales:
     """Row scales of the global allocation; 1 for columns, and for a matrix that no token reached.
 
     Raises:
@@ -158,7 +158,7 @@ def global_scales(config: PruneConfig, engine: ResidentEngine, statistics: Stati
 
 
 def threshold_budgets(
-    config: PruneConfig, engine: ResidentEngine, statistics: Statistics, scales: ScoreScales
+    config: PruneConfig, engine: Engine, statistics: Statistics, scales: ScoreScales
 ) -> dict[str, Tensor]:
     """name -> [R] int64 kept in each row, by one threshold on the scaled scores of all matrices.
 
@@ -178,7 +178,7 @@ def threshold_budgets(
 
 
 def global_budgets(config: PruneConfig, weights: list[Tensor], layers: list[fk.LayerStatistics]) -> list[Tensor]:
-    """The global allocation for matrices without a model around them: [R] int64 kept in each row of each matrix.
+    """The global allocation for plain weights, without an engine: [R] int64 kept in each row of each matrix.
 
     Raises:
         UserError: the Fisher information is 0 everywhere.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -12,16 +13,16 @@ from torch.nn import functional
 import fwanda_kernels as fk
 
 from ..config import PruneConfig
-from ..engine.masked import Masks
-from ..engine.resident import ResidentEngine
+from ..engine.engine import Engine
+from ..engine.masks_in_passing import MaskFunctions
 from ..measure.statistics import Statistics
 from .budgets import ScoreScales, keep_budgets
 
 
 def masks_of(
-    config: PruneConfig, engine: ResidentEngine, statistics: Statistics, scales: ScoreScales | None = None
-) -> Masks:
-    """Masks that the configured allocation or pattern would keep of the dense weights.
+    config: PruneConfig, engine: Engine, statistics: Statistics, scales: ScoreScales | None = None
+) -> MaskFunctions:
+    """Masks that the configured allocation or pattern selects on the dense weights.
 
     Args:
         config: resolved.
@@ -41,7 +42,7 @@ def masks_of(
 
 
 def column_scale(statistics: Statistics, scales: ScoreScales | None, name: str) -> Tensor:
-    """[C] fp32 scale of each column of a matrix: |W| times it ranks the weights of a row."""
+    """[C] fp32 s: the weights of a row are ranked by |W_ij| * s_j."""
     norm = statistics.layer(name).norm
     return norm if scales is None else norm * scales.columns[name]
 
@@ -59,7 +60,13 @@ def _pattern_mask(weight: Tensor, *, scale: Tensor, n: int, m: int) -> Tensor:
     return mask
 
 
-def select_once(engine: ResidentEngine, masks: Masks) -> Masks:
+def held_out_loss(engine: Engine, tokens: Tensor, masks: MaskFunctions | None = None) -> float:
+    """Mean next-token loss in nats over windows [S, L] under masks; inf where it is not finite."""
+    loss = engine.mean_loss(tokens, masks)
+    return loss if math.isfinite(loss) else math.inf
+
+
+def select_once(engine: Engine, masks: MaskFunctions) -> MaskFunctions:
     """The same masks, selected now and held as one bit a weight, for uses in quick succession."""
     selected: dict[str, Callable[[Tensor], Tensor]] = {}
     for index in range(engine.block_count):

@@ -17,21 +17,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ..config import PruneConfig
-from ..engine.loop import PassSettings
-from ..engine.masked import Masks
-from ..engine.resident import ResidentEngine
-from ..engine.resumable import Steps
+from ..engine.engine import Engine
+from ..engine.masks_in_passing import MaskFunctions
+from ..engine.resume import Steps
 from ..measure.removed import RemovedWeightSums
 from ..measure.statistics import Statistics
 from .budgets import ScoreScales, global_scales
-from .masks import column_scale, masks_of, select_once
+from .masks import column_scale, held_out_loss, masks_of, select_once
 
 ROUNDS = 8
 _ROUND_TOKENS = 32768
@@ -55,7 +54,7 @@ class Round:
     loss: float
     micro_batch: int
     checkpointing: str
-    masks: Masks | None = field(default=None, compare=False)
+    masks: MaskFunctions | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class LineSums:
 
 
 def respond(
-    engine: ResidentEngine,
+    engine: Engine,
     tokens: Tensor,
     held_out: Tensor,
     statistics: Statistics,
@@ -131,11 +130,9 @@ def respond(
     return best, losses
 
 
-def _start(engine: ResidentEngine, tokens: Tensor, statistics: Statistics, config: PruneConfig) -> Round:
+def _start(engine: Engine, tokens: Tensor, statistics: Statistics, config: PruneConfig) -> Round:
     """The state before the first round. Its passes are small, since the differences between them tell the noise."""
     size = _round_windows(tokens)
-    if engine.settings.compile == "on":
-        warnings.warn("the pruned model runs without compiled blocks, in spite of --compile on", stacklevel=3)
     checkpointing = engine.settings.checkpointing
     if statistics.passes and statistics.passes["checkpointing"]:
         checkpointing = "on"
@@ -148,7 +145,7 @@ def _round_windows(tokens: Tensor) -> int:
 
 
 def _next_round(
-    engine: ResidentEngine,
+    engine: Engine,
     tokens: Tensor,
     held_out: Tensor,
     statistics: Statistics,
@@ -161,7 +158,7 @@ def _next_round(
     size = _round_windows(tokens)
     windows = tokens[torch.arange(index * size, (index + 1) * size) % len(tokens)]
     sums = RemovedWeightSums(engine.targets, masks)
-    settings = PassSettings(state.micro_batch, "off", state.checkpointing)
+    settings = replace(engine.settings, micro_batch=state.micro_batch, checkpointing=state.checkpointing)
     passes = engine.measure(windows, sums, backward=True, settings=settings)
     lines = _line_sums(_predicted(engine, statistics, state.scales, masks), sums.tensors())
     if reason := _unusable(lines):
@@ -170,11 +167,11 @@ def _next_round(
     scales = move_scales(state.scales, lines)
     masks = select_once(engine, masks_of(config, engine, statistics, scales))
     checkpointing = "on" if passes.checkpointing else state.checkpointing
-    return Round(scales, engine.mean_loss(held_out, masks), passes.micro_batch, checkpointing, masks)
+    return Round(scales, held_out_loss(engine, held_out, masks), passes.micro_batch, checkpointing, masks)
 
 
 def _predicted(
-    engine: ResidentEngine, statistics: Statistics, scales: ScoreScales, masks: Masks
+    engine: Engine, statistics: Statistics, scales: ScoreScales, masks: MaskFunctions
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """name -> sums of the squared scores over the removed weights of each row and each column, fp64."""
     predicted = {}
@@ -205,7 +202,7 @@ def _line_sums(
 
 def _unusable(lines: Mapping[str, tuple[LineSums, LineSums]]) -> str | None:
     """Why no step follows from the sums, None if one does. Waits for the device once."""
-    no_step = "the loss misses the removed weights of no matrix"
+    no_step = "putting removed weights back would lower the loss in no matrix"
     if not lines:
         return no_step
     finite = torch.stack([s.squares.isfinite().all() for pair in lines.values() for s in pair]).all()

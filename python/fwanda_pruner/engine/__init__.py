@@ -1,1 +1,15 @@
-"""How text goes through a model: one window loop, losses, memory, compilation."""
+"""How text goes through a model, and where its weights are.
+
+engine.py            the protocol Engine, which all above this folder use, and make_engine()
+resident.py          ResidentEngine, the only engine: all weights lie on one device
+loop.py              the one window loop: micro-batches, memory, progress; every pass of text runs in it
+model_windows.py     windows through the whole model, with the loss or its backward pass
+walk.py              windows through one decoder block after the other
+losses.py            the next-token loss, in slices
+sums.py              Sums: what adds up while windows run
+masks_in_passing.py  masks that apply only while a block runs
+compile_blocks.py    blocks under torch.compile
+attention.py, device.py, memory.py   attention kernels; mode, limits and determinism; free memory
+all_weights.py       facts about all weights, gathered block by block
+resume.py            what a long computation needs to survive an interruption
+"""

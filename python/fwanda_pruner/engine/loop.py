@@ -22,9 +22,9 @@ from tqdm import tqdm
 from ..config import PruneConfig
 from ..errors import UserError
 from ..model.attributes import replaced
-from .compiled import CompiledBlocks, CompileError
+from .compile_blocks import CompiledBlocks, CompileError
 from .memory import free_memory
-from .resumable import Partial
+from .resume import Unfinished
 from .sums import Sums
 
 _SPARE = 0.8  # of the free memory that a larger micro-batch may count on
@@ -71,7 +71,7 @@ class Windows(Protocol):
         count, length: windows, and tokens in each.
         backward: whether run() includes a backward pass.
         restartable: False once run() has overwritten its own input, so that the loop cannot start again.
-        busy_windows: windows that keep a large GPU busy.
+        busy_windows: windows that keep a large GPU busy; read only on one.
         blocks: what checkpointing applies to.
         compiled_modules: what compiling applies to.
     """
@@ -102,7 +102,12 @@ class Windows(Protocol):
 
 
 def run_windows(
-    windows: Windows, sums: Sums, settings: PassSettings, *, label: str | None = None, partial: Partial | None = None
+    windows: Windows,
+    sums: Sums,
+    settings: PassSettings,
+    *,
+    label: str | None = None,
+    unfinished: Unfinished | None = None,
 ) -> PassRecord:
     """Runs all windows and adds them to the sums.
 
@@ -110,10 +115,10 @@ def run_windows(
 
     Args:
         windows: what runs.
-        sums: entered around the passes; start from nothing, or from what `partial` holds.
+        sums: entered around the passes; start from nothing, or from what `unfinished` holds.
         settings: how they run.
         label: title of the progress bar; None shows none.
-        partial: saves the state of the loop; None: never.
+        unfinished: saves the state of the loop about every minute; None: never.
 
     Returns:
         How the windows ran.
@@ -124,11 +129,9 @@ def run_windows(
     compile = settings.compile
     if not sums.compilable and compile != "off":
         if compile == "on":
-            warnings.warn(
-                "--compile on has no effect here: these sums cannot be measured in compiled code", stacklevel=2
-            )
+            warnings.warn("--compile on is ignored here: this measurement needs uncompiled blocks", stacklevel=2)
         compile = "off"
-    done, record = _begin(windows, sums, settings, partial)
+    done, record = _begin(windows, sums, settings, unfinished)
     grow = settings.micro_batch is None and done == 0
     while True:
         compile = "off" if record.checkpointing else compile
@@ -137,7 +140,7 @@ def run_windows(
                 total=windows.count, initial=done, desc=label, unit="seq", disable=True if label is None else None
             )
             with bar, windows.ready(record.micro_batch), sums:
-                for size in _passes(windows, sums, record, grow, compile, done, partial):
+                for size in _passes(windows, sums, record, grow, compile, done, unfinished):
                     bar.update(size)
             return record
         except torch.OutOfMemoryError:
@@ -155,9 +158,11 @@ def run_windows(
         windows.restart()
 
 
-def _begin(windows: Windows, sums: Sums, settings: PassSettings, partial: Partial | None) -> tuple[int, PassRecord]:
+def _begin(
+    windows: Windows, sums: Sums, settings: PassSettings, unfinished: Unfinished | None
+) -> tuple[int, PassRecord]:
     """Windows that are done already, and how to run the others."""
-    saved = None if partial is None else partial.load()
+    saved = None if unfinished is None else unfinished.load()
     if saved is None:
         size = min(settings.micro_batch or 1, windows.count)
         return 0, PassRecord(size, checkpointing=windows.backward and settings.checkpointing == "on")
@@ -173,13 +178,13 @@ def _begin(windows: Windows, sums: Sums, settings: PassSettings, partial: Partia
 
 
 def _passes(
-    windows: Windows, sums: Sums, record: PassRecord, grow: bool, compile: str, done: int, partial: Partial | None
+    windows: Windows, sums: Sums, record: PassRecord, grow: bool, compile: str, done: int, unfinished: Unfinished | None
 ) -> Iterator[int]:
     """Runs the windows from `done` on; yields the size of each pass.
 
     The first pass is not compiled: it shows how much memory a window takes, and which modules share an input.
     """
-    base = _reset_peak(windows.device)
+    base = _reset_peak(windows.device) if grow else 0
     if done < windows.count:
         size = 1 if grow else min(record.micro_batch, windows.count - done)
         with _checkpointed(windows, record.checkpointing or compile == "on"):  # uncompiled activations are larger
@@ -201,10 +206,10 @@ def _passes(
                 windows.run(done, size)
             done += size
             yield size
-            if partial is not None and partial.due():
+            if unfinished is not None and unfinished.due():
                 tensors = {f"sums.{name}": tensor for name, tensor in sums.tensors().items()}
                 tensors |= {f"windows.{name}": tensor for name, tensor in windows.tensors().items()}
-                partial.save(tensors, {"done": done, "passes": asdict(record)})
+                unfinished.save(tensors, {"done": done, "passes": asdict(record)})
     if record.compiled and not counts.items() <= _whole_counts(sums, done * windows.length).items():
         raise CompileError("compiled blocks do not show all inputs of their modules")
     if len(seconds[True]) > 1:
@@ -223,10 +228,10 @@ def _use_less_memory(windows: Windows, record: PassRecord, settings: PassSetting
         record.checkpointing = True
         change = "checkpointing of each block"
     else:
-        raise UserError(
-            f"a window of {windows.length} tokens does not fit the memory of {windows.device}; use a smaller "
-            f"--seqlen, a larger --max-memory, or --checkpointing on"
-        )
+        advice = "use shorter windows (--seqlen, --eval-seqlen)"
+        if windows.backward:
+            advice = "use a smaller --seqlen, a larger --max-memory, or --checkpointing on"
+        raise UserError(f"a window of {windows.length} tokens does not fit the memory of {windows.device}; {advice}")
     warnings.warn(f"{windows.device} ran out of memory: starting again with {change}", stacklevel=3)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..model.targets import find_blocks
 from .attention import fast_attention, single_sequences
-from .compiled import norms_beside
+from .compile_blocks import norms_beside
 from .device import model_device
-from .loop import PassSettings, run_windows
 from .losses import backward_of_summed_loss, find_decoder, summed_loss
 from .sums import Sums
 
@@ -30,7 +29,8 @@ class ModelWindows:
             gradient: all of them are frozen meanwhile.
         label_seed: draw the labels of that loss from the model's own predictions with this seed; None: they are the
             text.
-        add_loss: called with the summed loss [] fp64 of each pass instead; no backward pass runs then.
+        add_loss: if given, only the forward pass runs, and this is called with its summed loss [] fp64.
+        first_target: position of the first token whose loss counts.
     """
 
     restartable = True
@@ -43,20 +43,22 @@ class ModelWindows:
         backward: bool = False,
         label_seed: int | None = None,
         add_loss: Callable[[Tensor], None] | None = None,
+        first_target: int = 1,
     ):
-        self._model, self._tokens, self._add_loss = model, tokens, add_loss
+        self._model, self._tokens = model, tokens
+        self._add_loss, self._first_target = add_loss, first_target
         self._label_seed, self._generator = label_seed, None
         self.backward = backward
         self.device = model_device(model)
         self.count, self.length = tokens.shape
-        self.busy_windows = round(_BUSY / (model.config.get_text_config().hidden_size * self.length))
         path, self.blocks = find_blocks(model)
         self.compiled_modules = [*self.blocks, *norms_beside(model, path)]
         self.restart()
 
     @contextmanager
     def ready(self, size: int) -> Iterator[None]:
-        with torch.inference_mode(False), torch.set_grad_enabled(self.backward), _frozen(self._model, self.backward):
+        frozen = _frozen(self._model) if self.backward else nullcontext()
+        with torch.inference_mode(False), torch.set_grad_enabled(self.backward), frozen:
             with fast_attention(self._model), single_sequences():
                 self._decoder = find_decoder(self._model)
                 yield
@@ -66,9 +68,13 @@ class ModelWindows:
         if self.backward:
             backward_of_summed_loss(self._model, self._decoder, ids, self._generator)
         elif self._add_loss is not None:
-            self._add_loss(summed_loss(self._model, self._decoder, ids))
+            self._add_loss(summed_loss(self._model, self._decoder, ids, first_target=self._first_target))
         else:
             self._decoder(input_ids=ids, use_cache=False)
+
+    @property
+    def busy_windows(self) -> int:
+        return round(_BUSY / (self._model.config.get_text_config().hidden_size * self.length))
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._generator is None else {"generator": self._generator.get_state()}
@@ -82,51 +88,32 @@ class ModelWindows:
             self._generator = torch.Generator().manual_seed(self._label_seed)
 
 
-class _LossSum(Sums):
-    """The summed loss [] fp64 of all windows."""
+class LossSum(Sums):
+    """The summed loss of all windows: `loss` [] fp64, in nats."""
 
     def add(self, loss: Tensor) -> None:
+        """Adds the loss of one pass."""
         self.merge({"loss": loss})
 
 
-def mean_loss(model: nn.Module, tokens: Tensor, settings: PassSettings, *, label: str | None = None) -> float:
-    """Mean next-token loss in nats over the S (L - 1) targets of windows [S, L]; nan or inf where a logit is.
-
-    Args:
-        model: a causal language model in eval mode.
-        tokens: [S, L] int64.
-        settings: how the windows run.
-        label: title of the progress bar; None shows none.
-
-    Raises:
-        UserError: the memory does not suffice.
-    """
-    loss = _LossSum()
-    run_windows(ModelWindows(model, tokens, add_loss=loss.add), loss, settings, label=label)
-    samples, length = tokens.shape
-    return float(loss.tensors()["loss"]) / (samples * (length - 1))
-
-
 @contextmanager
-def _frozen(model: nn.Module, backward: bool) -> Iterator[None]:
-    """Freezes all parameters. With `backward`, the embedding output wants a gradient, so that a graph exists.
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Freezes all parameters. The embedding output wants a gradient, so that a graph exists.
 
     Raises:
-        UserError: a backward pass is wanted of a model that was made under inference mode.
+        UserError: the model was made under inference mode.
     """
-    if backward and any(p.is_inference() for p in model.parameters()):
+    if any(p.is_inference() for p in model.parameters()):
         raise UserError(
             "the model was made under torch.inference_mode(), which allows no backward pass; load it outside of it"
         )
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:
         p.requires_grad_(False)
-    embedding = model.get_input_embeddings()
-    handle = embedding.register_forward_hook(lambda _m, _i, out: out.requires_grad_(True)) if backward else None
+    handle = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_(True))
     try:
         yield
     finally:
-        if handle:
-            handle.remove()
+        handle.remove()
         for p in wanted:
             p.requires_grad_(True)

@@ -1,15 +1,9 @@
-"""The resident engine: all weights lie on one device.
-
-An engine knows where the weights of a model are and how text goes through it. Methods and allocations use an engine
-and never the model's parameters directly. So an engine that streams blocks from disk, or shards them over devices,
-offers the same attributes and methods as `ResidentEngine` and nothing above engine/ changes.
-"""
+"""The resident engine: all weights lie on one device."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,13 +14,13 @@ from ..model.experts import run_split
 from ..model.targets import Target, find_blocks
 from .device import model_device
 from .loop import PassRecord, PassSettings, run_windows
-from .masked import Masks, masked_blocks
-from .model_windows import ModelWindows, mean_loss
-from .resumable import Partial
+from .masks_in_passing import MaskFunctions, masked_blocks
+from .model_windows import LossSum, ModelWindows
+from .resume import Unfinished
 from .sums import Sums
 from .walk import BlockWalk
 
-_LOSS_TOKENS = 16384  # in a pass that measures a loss: a mask in passing is selected once for each
+_LOSS_TOKENS = 16384  # tokens in a pass that only measures a loss: every pass selects the masks again
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class ResidentEngine:
 
     @contextmanager
     def block(self, index: int) -> Iterator[Block]:
-        """Holds the weights of block `index` in memory inside the block of code, and keeps what is written to them."""
+        """Within the `with` statement the weights of decoder block `index` are in memory; what is written stays."""
         yield Block(self._blocks[index], {target.name: target.weight for target in self.targets_of(index)})
 
     def parameters_outside_blocks(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -98,7 +92,7 @@ class ResidentEngine:
         label_seed: int | None = None,
         settings: PassSettings | None = None,
         label: str | None = None,
-        partial: Partial | None = None,
+        unfinished: Unfinished | None = None,
     ) -> PassRecord:
         """Runs windows [S, L] through the dense model and adds them to the sums.
 
@@ -108,26 +102,47 @@ class ResidentEngine:
             backward, label_seed: as ModelWindows.
             settings: how the windows run; None: the engine's.
             label: title of the progress bar; None shows none.
-            partial: saves the sums for an interrupted run.
+            unfinished: saves the sums for an interrupted run.
 
         Raises:
             UserError: the memory does not suffice, or the model cannot be measured.
         """
         windows = ModelWindows(self.model, tokens, backward=backward, label_seed=label_seed)
         with self._split_experts():
-            return run_windows(windows, sums, settings or self.settings, label=self._shown(label), partial=partial)
+            settings = settings or self.settings
+            return run_windows(windows, sums, settings, label=self._shown(label), unfinished=unfinished)
 
-    def mean_loss(self, tokens: Tensor, masks: Masks | None = None) -> float:
-        """Mean next-token loss in nats over windows [S, L]; inf where it is not finite.
+    def mean_loss(
+        self,
+        tokens: Tensor,
+        masks: MaskFunctions | None = None,
+        *,
+        first_target: int = 1,
+        settings: PassSettings | None = None,
+        label: str | None = None,
+    ) -> float:
+        """Mean next-token loss in nats over windows [S, L]; nan or inf where a logit is.
 
         Args:
             tokens: [S, L] int64.
             masks: prune the targets by these while they run; None: the weights as they are.
+            first_target: position of the first token that is predicted.
+            settings: how the windows run; None: 16,384 tokens at a time.
+            label: title of the progress bar; None shows none.
+
+        Raises:
+            UserError: the memory does not suffice.
         """
-        settings = PassSettings(max(1, _LOSS_TOKENS // tokens.shape[1]), compile="off")
-        with self._split_experts(), masked_blocks(self._blocks, self.targets if masks else (), masks or {}):
-            loss = mean_loss(self.model, tokens, settings)
-        return loss if math.isfinite(loss) else math.inf
+        settings = settings or PassSettings(max(1, _LOSS_TOKENS // tokens.shape[1]), compile="off")
+        total = LossSum()
+        windows = ModelWindows(self.model, tokens, add_loss=total.add, first_target=first_target)
+        with ExitStack() as stack:
+            if masks is not None:
+                stack.enter_context(self._split_experts())
+                stack.enter_context(masked_blocks(self._blocks, self.targets, masks))
+            run_windows(windows, total, settings, label=self._shown(label))
+        samples, length = tokens.shape
+        return float(total.tensors()["loss"]) / (samples * (length - first_target))
 
     @contextmanager
     def walk(self, tokens: Tensor) -> Iterator[BlockWalk]:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 class Sums:
     """Named tensors that add up over calibration windows.
 
-    The window loop enters the sums before its first window and leaves them after its last; in between, the hooks of a
-    subclass add what each window contributes. To everything else they are named tensors, and that is enough for all of
-    it: an interrupted run saves tensors() and goes on from load(), and merge() adds the sums of other windows, which a
-    caller with windows of several lengths, or another process, has measured.
+    The window loop enters the sums before its first window and leaves them after its last. In between, the hooks of a
+    subclass add what each window contributes. All other code sees only named tensors: an interrupted run saves
+    tensors() and goes on from load(); merge() adds the sums of other windows, for example of another length.
 
     Attributes:
         modules: the modules that the hooks watch.

@@ -123,6 +123,10 @@ class BlockWalk:
             self._arguments[size] = self._block_arguments(self._tokens[:size])
         return self._arguments[size]
 
+    def forget_arguments(self) -> None:
+        """Frees the arguments of batch sizes that did not fit the memory."""
+        self._arguments.clear()
+
     @torch.no_grad()
     def _block_arguments(self, ids: Tensor) -> list[tuple[tuple, dict]]:
         """Arguments of each block, from a forward pass that also shows whether the blocks form a plain chain."""
@@ -199,7 +203,7 @@ class _WalkWindows:
         pass
 
     def restart(self) -> None:
-        pass
+        self._walk.forget_arguments()
 
 
 class _EmbeddingWindows(_WalkWindows):
@@ -215,6 +219,7 @@ class _EmbeddingWindows(_WalkWindows):
         self._walk.begin(start, size)
 
     def restart(self) -> None:
+        super().restart()
         self._walk.hidden = None
 
 

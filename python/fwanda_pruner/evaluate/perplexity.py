@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.device import evaluating
+from ..engine.engine import Engine, make_engine
 from ..engine.loop import PassSettings
-from ..engine.losses import find_decoder, summed_loss
-from ..engine.model_windows import mean_loss
 from ..errors import UserError
 
 _SETTINGS = PassSettings(compile="off", checkpointing="off")
@@ -36,22 +35,27 @@ def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label
         UserError: tokens of another shape or dtype, a token id beyond the vocabulary, or a window that does not fit the
             memory.
     """
-    check_tokens(model, tokens)
     with evaluating(model):
-        loss = mean_loss(model, tokens.long(), _SETTINGS, label=label if progress else None)
+        return engine_perplexity(make_engine(model, [], progress=progress), tokens, label=label)
+
+
+def engine_perplexity(engine: Engine, tokens: Tensor, *, label: str) -> float:
+    """perplexity() of the model of an engine, in evaluation mode."""
+    check_tokens(engine.model, tokens)
+    loss = engine.mean_loss(tokens.long(), settings=_SETTINGS, label=label)
     try:
         return math.exp(loss)
     except OverflowError:
         return math.inf
 
 
-def choose_bos(model: nn.Module, tokenizer: Any, window: Tensor) -> bool:
+def choose_bos(engine: Engine, tokenizer: Any, window: Tensor) -> bool:
     """Decides whether windows should begin with BOS: the lower loss on the same targets wins.
 
     Both inputs end with the same tokens and neither is longer than the window. A tie, or a loss that is nan, means no.
 
     Args:
-        model: a Hugging Face causal language model.
+        engine: of a causal language model in evaluation mode.
         tokenizer: its tokenizer; without a BOS token the answer is no.
         window: [L] integer token ids of plain text without BOS, L >= 3.
 
@@ -68,15 +72,9 @@ def choose_bos(model: nn.Module, tokenizer: Any, window: Tensor) -> bool:
         raise UserError(f"window must be integer [L], L >= 3, got {list(window.shape)}")
     without = window[:-1]
     with_bos = torch.cat([window.new_tensor([bos]), without])
-    check_tokens(model, with_bos[None])
-    device = model.get_input_embeddings().weight.device
-    with evaluating(model), torch.no_grad():
-        decoder = find_decoder(model)
-        losses = [
-            float(summed_loss(model, decoder, ids[None].to(device, torch.int64), first_target=first))
-            for ids, first in ((with_bos, 2), (without, 1))
-        ]
-    return losses[0] < losses[1]
+    check_tokens(engine.model, with_bos[None])
+    loss_with = engine.mean_loss(with_bos[None].long(), first_target=2)
+    return loss_with < engine.mean_loss(without[None].long())
 
 
 def check_dense(perplexity: float, vocab_size: int) -> str | None:

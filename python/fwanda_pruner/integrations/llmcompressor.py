@@ -19,10 +19,10 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_budgets
 from ..config import RESPONSES, PruneConfig
-from ..engine.accumulate import check_finite
+from ..engine.all_weights import check_finite
 from ..engine.device import evaluating
+from ..engine.engine import Engine, make_engine
 from ..engine.loop import PassSettings
-from ..engine.resident import ResidentEngine
 from ..errors import UserError
 from ..measure.statistics import Statistics, unseen_layer
 from ..measure.sums import StatisticsSums
@@ -132,7 +132,7 @@ class FWandaModifier(SparsityModifierBase):
         with disable_offloading():
             targets = self._find_targets()
             check_model(state.model, targets, self._config)
-            check_finite(ResidentEngine(state.model, targets))
+            check_finite(make_engine(state.model, targets))
             self._budgets = self._measure_budgets(state.model, targets, state.data.calib)
         self._pending = {t.module: t for t in targets}
         self._inputs = {}
@@ -157,7 +157,7 @@ class FWandaModifier(SparsityModifierBase):
         unseen = list(self._pending.values())
         for target in unseen:
             with disable_offloading():
-                self._inputs[target.name] = unseen_layer(target)
+                self._inputs[target.name] = unseen_layer(target, target.weight.device)
         self._prune(unseen)
         self._budgets = None
 
@@ -180,7 +180,7 @@ class FWandaModifier(SparsityModifierBase):
         _refuse_shared(model, targets)
         if not config.needs_budgets:
             return None
-        engine = ResidentEngine(model, targets, PassSettings(compile="off"))
+        engine = make_engine(model, targets, PassSettings(compile="off"))
         statistics = None
         if config.needs_fisher:
             with evaluating(model):
@@ -207,7 +207,7 @@ class FWandaModifier(SparsityModifierBase):
                 del self._pending[target.module], self._inputs[target.name]
 
 
-def _measure(engine: ResidentEngine, windows: list[Tensor]) -> Statistics:
+def _measure(engine: Engine, windows: list[Tensor]) -> Statistics:
     """Statistics over windows of any lengths: those of one length run together, and their sums are added."""
     by_length: dict[int, list[Tensor]] = {}
     for ids in windows:
@@ -220,7 +220,7 @@ def _measure(engine: ResidentEngine, windows: list[Tensor]) -> Statistics:
         total.merge(sums.tensors())
     with warnings.catch_warnings():  # on_calibration_end() names the modules that no token reached
         warnings.filterwarnings("ignore", ".* saw no calibration token")
-        return Statistics.of_sums(total.tensors(), engine.targets, fisher="empirical")
+        return Statistics.of_sums(total.tensors(), engine.targets, "empirical", engine.device)
 
 
 def _windows(samples: Iterable) -> list[Tensor]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..engine.masked import Masks
+from ..engine.masks_in_passing import MaskFunctions
 from ..engine.sums import Sums
 from ..model.attributes import replaced
 from ..model.targets import Target
@@ -21,7 +21,7 @@ class RemovedWeightSums(Sums):
     of the loss towards each removed weight and adds it up at once, so that no weight gradient is kept.
 
     Tensors, for each name: `name.rows` [R] and `name.columns` [C] fp64, the sums over all passes; `name.row_squares`
-    and `name.column_squares`, the sums over the passes of the squares of what each pass found; `name.passes` [] int64.
+    and `name.column_squares`, the squares of the sums of each pass, added up; `name.passes` [] int64.
 
     Args:
         targets: the matrices.
@@ -30,7 +30,7 @@ class RemovedWeightSums(Sums):
 
     compilable = False
 
-    def __init__(self, targets: Sequence[Target], masks: Masks):
+    def __init__(self, targets: Sequence[Target], masks: MaskFunctions):
         super().__init__()
         self._targets, self._masks = targets, masks
 

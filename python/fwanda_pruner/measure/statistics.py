@@ -15,9 +15,9 @@ from torch import Tensor
 import fwanda_kernels as fk
 
 from ..config import settings_of
-from ..engine.accumulate import fingerprint
-from ..engine.resident import ResidentEngine
-from ..engine.resumable import Partial
+from ..engine.all_weights import fingerprint
+from ..engine.engine import Engine
+from ..engine.resume import Unfinished
 from ..errors import UserError, one_line
 from ..formats.files import atomic_file
 from ..model.targets import Target
@@ -52,7 +52,9 @@ class Statistics:
     passes: dict | None = None
 
     @classmethod
-    def of_sums(cls, sums: Mapping[str, Tensor], targets: Sequence[Target], fisher: str | None) -> Statistics:
+    def of_sums(
+        cls, sums: Mapping[str, Tensor], targets: Sequence[Target], fisher: str | None, device: torch.device
+    ) -> Statistics:
         """The statistics of targets, from the tensors of StatisticsSums (SignedStatisticsSums for "mean").
 
         A target that no token reached (an expert that was never routed to) gets zeros, and a warning names it.
@@ -64,7 +66,7 @@ class Statistics:
                 count = int(sums[f"{name}.n_tokens"])
                 layer = fk.LayerStatistics(sums[f"{name}.x2"], sums.get(f"{name}.g2"), count)
             else:
-                layer = unseen_layer(target)
+                layer = unseen_layer(target, device)
             if f"{name}.g1" in sums:
                 layer.g2 = (sums[f"{name}.g1"].square() / layer.n_tokens).float()
             statistics.x2[name], statistics.n_tokens[name] = layer.x2, layer.n_tokens
@@ -175,10 +177,10 @@ class Statistics:
         return replace(self, **moved)
 
 
-def unseen_layer(target: Target) -> fk.LayerStatistics:
+def unseen_layer(target: Target, device: torch.device) -> fk.LayerStatistics:
     """Statistics of a module that met no calibration token, with a warning."""
     warn_unseen(target)
-    rows, cols = (torch.zeros(size, device=target.module.weight.device) for size in target.shape)
+    rows, cols = (torch.zeros(size, device=device) for size in target.shape)
     return fk.LayerStatistics(cols, rows, n_tokens=0)
 
 
@@ -188,12 +190,12 @@ def warn_unseen(target: Target) -> None:
 
 
 def measure_statistics(
-    engine: ResidentEngine,
+    engine: Engine,
     tokens: Tensor,
     *,
     fisher: str | None = "empirical",
     seed: int = 0,
-    partial: Partial | None = None,
+    unfinished: Unfinished | None = None,
 ) -> Statistics:
     """Measures the targets in one forward pass and, with `fisher`, one activation-only backward pass over the text.
 
@@ -205,7 +207,7 @@ def measure_statistics(
             "true": the same with each label drawn from the model's own prediction (softmax at temperature 1).
             "mean": omega_i = (mean_t G_ti)^2, the labels are the text.
         seed: of the labels that "true" draws; the global random states are left alone.
-        partial: saves the sums about every minute, for an interrupted run.
+        unfinished: saves the sums about every minute, for an interrupted run.
 
     Returns:
         Statistics on the engine's device.
@@ -226,9 +228,9 @@ def measure_statistics(
         backward=fisher is not None,
         label_seed=seed if fisher == "true" else None,
         label="calibrate" if fisher is None else "calibrate (forward and backward)",
-        partial=partial,
+        unfinished=unfinished,
     )
-    statistics = Statistics.of_sums(sums.tensors(), engine.targets, fisher)
+    statistics = Statistics.of_sums(sums.tensors(), engine.targets, fisher, engine.device)
     statistics.weights, statistics.passes = fingerprint(engine), asdict(passes)
     statistics.check(engine.targets, fisher=fisher is not None)
     return statistics

@@ -89,7 +89,7 @@ class SignedStatisticsSums(StatisticsSums):
 class TokenSqGradSums(Sums):
     """`name` [T] fp32: sum_i G_ti^2 at the outputs of a module, for each of its tokens in the order of its calls.
 
-    Tokens of other windows come behind: load() sets those that came before, merge() those that come after.
+    load() sets the tokens of earlier windows; merge() appends those of later ones.
 
     Args:
         modules: name -> linear module.
@@ -145,20 +145,28 @@ class HessianSums(Sums):
         super().__init__()
         self._named, self.modules = dict(modules), tuple(modules.values())
         self._token_weights = token_weights or {}
+        self._hessians: dict[str, Tensor] = {}
 
     def __enter__(self) -> HessianSums:
         self._context = fk.collect_hessians(self._named, self._token_weights)
         self._hessians = self._context.__enter__()
         return self
 
-    def __exit__(self, *exception) -> None:
-        self._context.__exit__(*exception)
-        if exception[0] is None:
-            sharing: dict[int, list[str]] = {}
-            for name, hessian in self._hessians.items():
-                sharing.setdefault(id(hessian), []).append(name)
-            self.merge({"+".join(names): self._hessians[names[0]] for names in sharing.values()})
-        del self._hessians
+    def __exit__(self, kind, *exception) -> None:
+        self._context.__exit__(kind, *exception)
+        if kind is None:
+            self._totals = self.tensors()
+        self._hessians = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = dict(self._totals)
+        sharing: dict[int, list[str]] = {}
+        for name, hessian in self._hessians.items():
+            sharing.setdefault(id(hessian), []).append(name)
+        for names in sharing.values():
+            key, hessian = "+".join(names), self._hessians[names[0]]
+            tensors[key] = tensors[key] + hessian if key in tensors else hessian
+        return tensors
 
     def by_module(self) -> dict[str, Tensor]:
         """name -> [C, C] of each module that was called; modules with the same input share one tensor."""

@@ -12,21 +12,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..engine.engine import Engine
 from ..engine.loop import PassRecord
-from ..engine.resident import ResidentEngine
-from ..engine.resumable import Partial
+from ..engine.resume import Unfinished
 from ..errors import UserError
 from ..model.targets import find_blocks
 from .sums import TokenSqGradSums
 
 
 def measure_token_sq_grads(
-    engine: ResidentEngine,
+    engine: Engine,
     tokens: Tensor,
     *,
     fisher: str = "empirical",
     seed: int = 0,
-    partial: Partial | None = None,
+    unfinished: Unfinished | None = None,
 ) -> tuple[dict[str, Tensor], PassRecord]:
     """Measures sum_i G_ti^2 at the outputs of each matrix, in one forward and one backward pass.
 
@@ -35,7 +35,7 @@ def measure_token_sq_grads(
         tokens: [S, L] int64 windows.
         fisher: "empirical" or "true", as measure_statistics().
         seed: of the labels that "true" draws.
-        partial: saves the sums about every minute, for an interrupted run.
+        unfinished: saves the sums about every minute, for an interrupted run.
 
     Returns:
         name -> [S * L] fp32 in the order of the tokens, on the engine's device; and how the windows ran. A matrix of an
@@ -54,7 +54,7 @@ def measure_token_sq_grads(
         backward=True,
         label_seed=seed if fisher == "true" else None,
         label="calibrate (forward and backward)",
-        partial=partial,
+        unfinished=unfinished,
     )
     token_sq_grads = sums.tensors()
     if token_sq_grads and not bool(torch.stack([g.sum().isfinite() for g in token_sq_grads.values()]).all()):

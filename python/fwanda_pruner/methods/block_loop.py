@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_total
 from ..config import PruneConfig
-from ..engine.accumulate import count_zeros
-from ..engine.resident import Block, ResidentEngine
-from ..engine.resumable import Steps
+from ..engine.all_weights import count_zeros
+from ..engine.engine import Engine
+from ..engine.resident import Block
+from ..engine.resume import Steps
 from ..engine.walk import BlockWalk
 from ..measure.statistics import Statistics
 from ..model.targets import Target
@@ -41,7 +42,7 @@ class PrunedBlock:
 
 
 def prune_blocks(
-    engine: ResidentEngine, config: PruneConfig, inputs: Inputs, steps: Steps[PrunedBlock]
+    engine: Engine, config: PruneConfig, inputs: Inputs, steps: Steps[PrunedBlock]
 ) -> tuple[list[MatrixRow], list[int]]:
     """Prunes every target by the configured method, one block after the other.
 
@@ -57,7 +58,7 @@ def prune_blocks(
     Raises:
         UserError: a matrix cannot be pruned (no factor, not finite), naming it.
     """
-    prune_group = obs.prune_group if config.facts.updates_weights else score.prune_group
+    prune_group = obs.prune_group if config.traits.updates_weights else score.prune_group
     rows: list[MatrixRow] = []
     row_histogram = torch.zeros(ROW_BINS, dtype=torch.int64)
     with engine.walk(inputs.tokens) if config.runs_blocks else nullcontext() as walk:
@@ -75,25 +76,25 @@ def prune_blocks(
     return rows, row_histogram.tolist()
 
 
-def _with_progress(engine: ResidentEngine) -> Iterable[int]:
+def _with_progress(engine: Engine) -> Iterable[int]:
     """The blocks up to the last one with a target."""
     last = max(target.block for target in engine.targets)
     return tqdm(range(last + 1), desc="prune", unit="block", disable=None if engine.progress else True)
 
 
 def _restore(config: PruneConfig, walk: BlockWalk, index: int, block: Block, saved: PrunedBlock) -> PrunedBlock:
-    """Puts the weights of a block that an interrupted run pruned in place, and moves the walk behind it."""
+    """Puts the weights of a block that an interrupted run pruned in place, and moves the walk past it."""
     if config.order == "onepass":  # the next block then reads what the dense block gives
         walk.advance(index)
     for name, weight in block.weights.items():
         weight.copy_(saved.weights[name])
     if config.order != "onepass":
         walk.advance(index)
-    return replace(saved, weights=block.weights)
+    return saved
 
 
 def _prune_block(
-    engine: ResidentEngine,
+    engine: Engine,
     config: PruneConfig,
     inputs: Inputs,
     walk: BlockWalk | None,
@@ -131,7 +132,7 @@ def asked(config: PruneConfig, target: Target) -> int:
     if config.nm:
         n, m = config.nm
         return rows * (cols // m * n + cols % m)
-    if config.allocation == "uniform" and config.facts.scores_inputs:
+    if config.allocation == "uniform" and config.traits.scores_inputs:
         return rows * keep_total(cols, config.removed)
     return keep_total(rows * cols, config.removed)
 
@@ -174,7 +175,7 @@ def _row(
 ) -> MatrixRow:
     rows, cols = target.shape
     kept_zero = kept - nonzero
-    if kept_zero < 0 or (kept_zero > zeros_before and not config.facts.updates_weights):
+    if kept_zero < 0 or (kept_zero > zeros_before and not config.traits.updates_weights):
         raise AssertionError(f"{target.name}: {nonzero} nonzero weights, {kept} should be kept")
     place = (None, None) if target.slice_of is None else (target.slice_of.parameter, target.slice_of.index)
     disagreement = None if unlike_wanda is None else unlike_wanda / (rows * cols)

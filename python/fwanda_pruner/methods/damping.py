@@ -1,4 +1,4 @@
-"""The one answer to a Hessian that has no Cholesky factor: stronger damping, said in a warning."""
+"""Retries the Cholesky factor of a Hessian with stronger damping, and warns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def damped_factor(
         name: of the matrix, for messages.
         factorise: takes a damping and returns the factor, None if there is none.
         damping: the weakest.
-        failed: whether `damping` itself is known to give none.
+        failed: `damping` itself has already failed: start with the next.
 
     Raises:
         UserError: no damping gives a factor.

@@ -45,7 +45,7 @@ class GroupJob:
         targets: its matrices to prune: all of them, or in true-sequential order those with one input.
         walk, index: the calibration windows at the input of the block, and its index; None for methods and orders that
             read no text.
-        advance: whether the method shall also move the walk behind the dense block.
+        advance: whether the method must also move the walk past the dense block.
     """
 
     config: PruneConfig

@@ -45,7 +45,7 @@ def _measure_hessians(job: GroupJob) -> dict[str, Tensor]:
     for target in job.targets:
         if target.name not in hessians:
             warn_unseen(target)
-            hessians[target.name] = torch.eye(target.shape[1], device=target.module.weight.device)
+            hessians[target.name] = torch.eye(target.shape[1], device=job.walk.device)
     return hessians
 
 
@@ -116,4 +116,5 @@ def _selection(job: GroupJob, name: str, size: int) -> dict:
         return {"keep": budgets[name]}
     if config.allocation == "global":
         return {"sparsity": Fraction(size - int(budgets[name].sum()), size)}
+    assert config.allocation == "uniform", config.allocation
     return {"sparsity": config.removed}

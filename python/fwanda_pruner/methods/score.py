@@ -23,7 +23,7 @@ def prune_group(job: GroupJob) -> None:
     statistics = job.inputs.statistics if job.walk is None else _measure_inputs(job)
     names = [target.name for target in job.targets]
     weights = [job.block.weights[name] for name in names]
-    if job.config.facts.scores_inputs:
+    if job.config.traits.scores_inputs:
         scales = [column_scale(statistics, job.inputs.scales, name) for name in names]
     else:
         scales = [torch.ones(weight.shape[1], device=weight.device) for weight in weights]
@@ -41,7 +41,7 @@ def _measure_inputs(job: GroupJob) -> Statistics:
     """Statistics of the inputs that the matrices see behind the blocks pruned before."""
     sums = StatisticsSums({target.name: target.module for target in job.targets})
     job.walk.run(job.index, sums, advance=job.advance)
-    statistics = Statistics.of_sums(sums.tensors(), job.targets, fisher=None)
+    statistics = Statistics.of_sums(sums.tensors(), job.targets, None, job.walk.device)
     statistics.check(job.targets, fisher=False)
     return statistics
 

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from ..errors import UserError
-from .gguf import GgufShape, read_shape
+from .gguf_check import GgufShape, read_shape
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..allocate.budgets import ScoreScales
-from ..allocate.choose import Choice
 from ..allocate.response import Round
+from ..allocate.search import Choice
 from ..engine.loop import PassRecord
 from ..measure.statistics import Statistics
 from ..methods.block_loop import PrunedBlock

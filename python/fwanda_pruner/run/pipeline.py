@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from ..allocate.budgets import ScoreScales, count_floored_rows
-from ..allocate.choose import Choice
-from ..config import PruneConfig, settings_of
-from ..engine.accumulate import WeightCounts, check_finite, count_weights, count_zeros
+from ..allocate.search import Choice
+from ..config import CALIBRATION, PruneConfig
+from ..engine.all_weights import WeightCounts, check_finite, count_weights, count_zeros
 from ..engine.device import device_rules, evaluating, model_device
+from ..engine.engine import Engine, make_engine
 from ..engine.loop import PassSettings
-from ..engine.resident import ResidentEngine
 from ..errors import UserError
-from ..evaluate.perplexity import perplexity
+from ..evaluate.perplexity import engine_perplexity
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
 from ..report.record import MatrixRow, Report, versions
 from ..text.windows import tokens_sha256
-from . import steps
+from . import stages
 from .energy import EnergyMeter
 from .stage import Stages
 from .state import RunState
@@ -110,25 +110,25 @@ def run_prune(
         config = with_sources(config, calibration, eval, statistics)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
-        engine = ResidentEngine(model, targets, PassSettings.of(config), progress=progress)
+        engine = make_engine(model, targets, PassSettings.of(config), progress=progress)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        steps.check_given(config, model, statistics)
-        steps.identify(state, config, engine, sources, statistics)
+        stages.check_given(config, model, statistics)
+        stages.identify(state, config, engine, sources, statistics)
 
-        texts = steps.texts(stage, engine, config, tokenizer, sources, statistics, choice)
-        dense = steps.dense_perplexity(stage, engine, texts)
+        texts = stages.texts(stage, engine, config, tokenizer, sources, statistics, choice)
+        dense = stages.dense_perplexity(stage, engine, texts)
         with stage.metered(EnergyMeter(device, config.energy)) as energy:
-            statistics, passes = steps.statistics(stage, engine, config, texts, statistics)
-            choice = choice or steps.choice(stage, engine, config, texts, statistics)
+            statistics, passes = stages.statistics(stage, engine, config, texts, statistics)
+            choice = stages.choice(stage, engine, config, texts, statistics, choice)
             settled, scales = (config, None) if choice is None else (choice.apply(config), choice.scales)
-            budgets = steps.budgets(stage, engine, settled, statistics, scales)
-            wanda_loss = steps.wanda_loss(stage, engine, config, texts, statistics)
-            token_sq_grads, gradient_passes = steps.token_sq_grads(stage, engine, config, texts)
+            budgets = stages.budgets(stage, engine, settled, statistics, scales)
+            wanda_loss = stages.wanda_loss(stage, engine, settled, texts, statistics)
+            token_sq_grads, gradient_passes = stages.token_sq_grads(stage, engine, config, texts)
             inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads)
-            rows, row_histogram = steps.pruned_blocks(stage, engine, settled, inputs)
-            check = steps.comparison(stage, engine, config, texts, wanda_loss)
-        pruned = steps.pruned_perplexity(stage, engine, texts)
+            rows, row_histogram = stages.pruned_blocks(stage, engine, settled, inputs)
+            check = stages.comparison(stage, engine, config, texts, wanda_loss)
+        pruned = stages.pruned_perplexity(stage, engine, texts)
 
         passes, counts = passes or gradient_passes, count_weights(engine)
         report = Report(
@@ -146,7 +146,9 @@ def run_prune(
             tokens_sha256=_calibration_sha256(texts, statistics),
             bos=texts.bos,
             warnings=list(stage.notes),
-            omega_floored_rows=count_floored_rows(statistics) if _uses_floor(settled, scales) else None,
+            omega_floored_rows=count_floored_rows(statistics, [t.name for t in targets])
+            if _uses_floor(settled, scales)
+            else None,
             check=check,
             passes=None if passes is None else asdict(passes),
             row_histogram=row_histogram,
@@ -168,16 +170,15 @@ def collect(
     Raises:
         UserError: as prune().
     """
-    names = settings_of("text", "bos", "fisher", "passes")
-    config = PruneConfig(**{name: getattr(config, name) for name in names})
+    config = PruneConfig(**config.select(*CALIBRATION, "passes"))
     stage = Stages(RunState(), model_device(model))
     with stage.noting(), evaluating(model), device_rules(model, config):
         config = with_sources(config, calibration, None, None)
         targets, _ = plan(model, config)
-        engine = ResidentEngine(model, targets, PassSettings.of(config), progress=progress)
+        engine = make_engine(model, targets, PassSettings.of(config), progress=progress)
         sources = sources_of(config, calibration, None, None)
-        texts = read_texts(config, model, tokenizer, sources, calibration=True)
-        return steps.measured_statistics(stage, engine, config, texts, config.fisher)
+        texts = read_texts(config, engine, tokenizer, sources, calibration=True)
+        return stages.measured_statistics(stage, engine, config, texts, config.fisher)
 
 
 def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:
@@ -200,12 +201,12 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
     with stage.noting(), evaluating(model):
         config = with_sources(config, None, None, None)
         targets, _ = plan(model, config)
-        engine = ResidentEngine(model, targets, progress=progress)
+        engine = make_engine(model, targets, progress=progress)
         sources = sources_of(config, None, None, None)
-        texts = read_texts(config, model, tokenizer, sources, calibration=False)
+        texts = read_texts(config, engine, tokenizer, sources, calibration=False)
         found: dict = {}
         if texts.evaluation is not None:
-            value = perplexity(model, texts.evaluation, progress=progress, label="model perplexity")
+            value = engine_perplexity(engine, texts.evaluation, label="model perplexity")
             found = {"perplexity": value, **protocol(texts.evaluation, texts.bos, tokenizer)}
         return found | {"sparsity": _zero_shares(count_weights(engine))}
 
@@ -228,11 +229,11 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
         warnings.warn(f"--allocation {config.allocation} has no effect with --pattern {config.pattern}", stacklevel=2)
     targets, skipped = select_targets(*find_targets(model), config)
     check_model(model, targets, config)
-    check_finite(ResidentEngine(model, targets))
+    check_finite(make_engine(model, targets))
     return targets, skipped
 
 
-def _described(model: nn.Module, config: PruneConfig, engine: ResidentEngine) -> dict:
+def _described(model: nn.Module, config: PruneConfig, engine: Engine) -> dict:
     """The settings of a run, with the model, and the device and dtype that were really used."""
     dtype = str(engine.targets[0].module.weight.dtype).removeprefix("torch.")
     name = model.config.name_or_path
@@ -251,9 +252,13 @@ def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | No
     return None if statistics is None else statistics.tokens_sha256
 
 
-def _uses_floor(config: PruneConfig, scales: ScoreScales | None) -> bool:
-    """Whether omega is raised to a floor: in row budgets, and in F-SparseGPT's weights of rows."""
-    return scales is None and config.needs_fisher and (config.facts.weighs_rows or config.allocation == "row")
+def _floored_rows(
+    config: PruneConfig, scales: ScoreScales | None, statistics: Statistics | None, targets: list[Target]
+) -> int | None:
+    """Rows whose omega was raised to the floor of row budgets and of F-SparseGPT's weights of rows; None without."""
+    if scales is not None or not config.needs_fisher or not (config.traits.weighs_rows or config.allocation == "row"):
+        return None
+    return count_floored_rows(statistics, [target.name for target in targets])
 
 
 def _skipped_row(item: Skipped) -> MatrixRow:

@@ -1,7 +1,6 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
 import json
-import time
 import warnings
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from ..formats.files import atomic_folder, remove_leftovers
 from ..model.targets import is_multimodal
 from ..report.card import model_card
 from ..report.record import FILE_NAME, Report
-from .stage import StageName
+from .stage import StageName, timed
 
 _CARD_NAME = "README.md"
 
@@ -39,9 +38,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         UserWarning: some matrices were not found in the files, so their zeros were not counted.
     """
     with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
-        start = time.perf_counter()
-        dense.write(folder, model, tokenizer)
-        report.seconds[StageName.SAVE.value] = round(time.perf_counter() - start, 3)
+        with timed(report.seconds, StageName.SAVE):
+            dense.write(folder, model, tokenizer)
         record = json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"
         card = model_card(report, multimodal=is_multimodal(model))
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
@@ -96,7 +94,7 @@ def _expected_zeros(report: Report) -> dict[str, ZeroCount]:
 
 def _settings_to_compare(config: PruneConfig, model: str, statistics: str | None) -> dict:
     """The settings of a command that its record must repeat."""
-    settings = {**config.to_dict(), "model": model, "statistics": statistics}
+    settings = {**config.without("energy"), "model": model, "statistics": statistics}
     ignored = {name for name in settings_of("place") if settings[name] in (None, "auto")}  # the record has the result
     if statistics is not None:
         ignored.update(settings_of("text", "fisher"))  # the statistics bring their own text

@@ -52,6 +52,16 @@ class Codec(Generic[T]):
     decode: Callable[[dict[str, Tensor], Any], T]
 
 
+@contextmanager
+def timed(seconds: dict[str, float], name: StageName) -> Iterator[None]:
+    """Adds the time of the block of code to the seconds of a stage."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name.value] = round(seconds.get(name.value, 0.0) + time.perf_counter() - start, 3)
+
+
 class Stages:
     """Runs the stages of one run: `stage(name, compute, codec)`.
 
@@ -82,16 +92,16 @@ class Stages:
         """
         if codec is not None and (saved := self._state.recall(name.value)) is not None:
             return codec.decode(*saved)
-        with self._timed(name.value):
+        with timed(self.seconds, name), self._measured(name.value):
             result = compute()
         if codec is not None:
             self._state.keep(name.value, *codec.encode(result))
             self._state.forget_parts(name.value)
         return result
 
-    def partial(self, name: StageName) -> _PartialStage:
+    def unfinished(self, name: StageName) -> _UnfinishedStage:
         """Where one long computation inside a stage saves its state, about every minute."""
-        return _PartialStage(self._state, f"{name.value}-part")
+        return _UnfinishedStage(self._state, f"{name.value}-part")
 
     def steps(self, name: StageName, codec: Codec[T]) -> _StageSteps[T]:
         """Where a stage of many steps keeps the result of each."""
@@ -108,8 +118,8 @@ class Stages:
                 self._meter = None
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+    def _measured(self, name: str) -> Iterator[None]:
+        """Measures energy and memory, and waits for the work that the block of code has queued on the device."""
         try:
             with self._meter.phase(name) if self._meter else nullcontext():
                 yield
@@ -117,7 +127,6 @@ class Stages:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
                 self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._device))
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -139,8 +148,8 @@ class Stages:
             yield
 
 
-class _PartialStage:
-    """See `engine.resumable.Partial`."""
+class _UnfinishedStage:
+    """See `engine.resume.Unfinished`."""
 
     def __init__(self, state: RunState, name: str):
         self._state, self._name = state, name
@@ -158,7 +167,7 @@ class _PartialStage:
 
 
 class _StageSteps(Generic[T]):
-    """See `engine.resumable.Steps`."""
+    """See `engine.resume.Steps`."""
 
     def __init__(self, state: RunState, name: str, codec: Codec[T]):
         self._state, self._name, self._codec = state, name, codec

@@ -113,10 +113,10 @@ class RunState:
                 text, sha256 = ((file.metadata() or {})[key] for key in (_FACTS, _SHA256))
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
             if sha256 != _hash(tensors, text):
-                raise ValueError("it is not as it was written")
+                raise ValueError("its checksum differs")
             facts = json.loads(text)
             if facts["stage"] != stage:
-                raise ValueError(f"it is of the stage {facts['stage']}")
+                raise ValueError(f"it holds the stage {facts['stage']}")
             self.notes += [note for note in facts["notes"] if note not in self.notes]
             return tensors, facts["facts"]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, fields, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..allocate.choose import HELD_OUT
-from ..config import PruneConfig, settings_of
+from ..allocate.search import HELD_OUT
+from ..config import PruneConfig
+from ..engine.engine import Engine
 from ..errors import UserError
 from ..evaluate.perplexity import check_tokens, choose_bos
 from ..measure.statistics import Statistics
@@ -114,7 +115,10 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
     bos = {"none": False, "window": True}.get(config.bos)
     if statistics is not None and statistics.bos is not None:
         if bos not in (None, statistics.bos):
-            raise UserError(f"--bos {config.bos} contradicts the statistics, which were measured otherwise")
+            have = "begin" if statistics.bos else "do not begin"
+            raise UserError(
+                f"--bos {config.bos} contradicts the statistics, whose windows {have} with BOS; leave it out"
+            )
         bos = statistics.bos
     return Sources(
         calibration if isinstance(calibration, Tensor) else config.calibration,
@@ -125,7 +129,7 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
 
 def read_texts(
     config: PruneConfig,
-    model: nn.Module,
+    engine: Engine,
     tokenizer,
     sources: Sources,
     *,
@@ -136,7 +140,7 @@ def read_texts(
 
     Args:
         config: from with_sources().
-        model, tokenizer: of the run.
+        engine, tokenizer: of the run.
         sources: from sources_of().
         calibration: whether to read the calibration text.
         held_out: whether to read held-out windows.
@@ -147,13 +151,13 @@ def read_texts(
     """
     bos, tokens, windows, held = sources.bos, None, None, None
     if calibration:
-        tokens, bos = _read_calibration(config, model, tokenizer, sources, bos)
+        tokens, bos = _read_calibration(config, engine, tokenizer, sources, bos)
     if sources.evaluation is not None:
         settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
-        windows, bos = _read(evaluation_tokens, sources.evaluation, model, tokenizer, bos, settings)
+        windows, bos = _read(evaluation_tokens, sources.evaluation, engine, tokenizer, bos, settings)
     if held_out:
         try:
-            held, bos = _read_held_out(config, model, tokenizer, sources, bos, tokens)
+            held, bos = _read_held_out(config, engine, tokenizer, sources, bos, tokens)
         except UserError as error:
             if config.responds:
                 raise
@@ -161,37 +165,38 @@ def read_texts(
     return Texts(tokens, windows, held, bos)
 
 
-def _read_calibration(config: PruneConfig, model: nn.Module, tokenizer, sources: Sources, bos: bool | None):
-    settings = {name: getattr(config, name) for name in settings_of("text") if name != "calibration"}
-    return _read(calibration_tokens, sources.calibration, model, tokenizer, bos, settings)
+def _read_calibration(config: PruneConfig, engine: Engine, tokenizer, sources: Sources, bos: bool | None):
+    settings = config.select("text")
+    del settings["calibration"]
+    return _read(calibration_tokens, sources.calibration, engine, tokenizer, bos, settings)
 
 
-def _read(read, source: str | Tensor, model: nn.Module, tokenizer, bos: bool | None, settings: dict):
+def _read(read, source: str | Tensor, engine: Engine, tokenizer, bos: bool | None, settings: dict):
     """Windows of one text, and whether they begin with BOS."""
-    check_length(model, settings["seqlen"])
+    check_length(engine.model, settings["seqlen"])
     decide = bos is None and not isinstance(source, Tensor)
     tokens = read(source, tokenizer, bos=bool(bos), **settings)
     if decide:
-        bos = tokens.shape[1] > 2 and choose_bos(model, tokenizer, tokens[0])
+        bos = tokens.shape[1] > 2 and choose_bos(engine, tokenizer, tokens[0])
         tokens = read(source, tokenizer, bos=True, **settings) if bos else tokens
-    check_tokens(model, tokens)
+    check_tokens(engine.model, tokens)
     return tokens, bos
 
 
 def _read_held_out(
-    config: PruneConfig, model: nn.Module, tokenizer, sources: Sources, bos: bool | None, tokens: Tensor | None
+    config: PruneConfig, engine: Engine, tokenizer, sources: Sources, bos: bool | None, tokens: Tensor | None
 ) -> tuple[HeldOut, bool | None]:
     """Windows of the calibration text that calibration does not read, or else its last ones."""
     if isinstance(sources.calibration, str) and sources.calibration == _TOKENS:
         raise UserError("the statistics were measured on token ids; give the same ids as calibration")
     if not isinstance(sources.calibration, Tensor):
-        settings = {name: getattr(config, name) for name in settings_of("text")}
+        settings = config.select("text")
         source = settings.pop("calibration")
         windows = held_out_tokens(source, tokenizer, **settings, bos=bool(bos), windows=HELD_OUT)
         if windows is not None:
             return HeldOut(windows, unread=True), bos
     if tokens is None:
-        tokens, bos = _read_calibration(config, model, tokenizer, sources, bos)
+        tokens, bos = _read_calibration(config, engine, tokenizer, sources, bos)
     return HeldOut(tokens[-HELD_OUT:], unread=False), bos
 
 

@@ -75,7 +75,7 @@ def describe(config: PruneConfig, among: Iterable[PruneConfig]) -> str:
     varying = [
         key for key, value in values.items() if any(getattr(other, key) != getattr(config, key) for other in among)
     ]
-    order = [] if config.order == config.facts.order else [f"order={config.order}"]
+    order = [] if config.order == config.traits.order else [f"order={config.order}"]
     return " ".join([*words, *order, *(f"{key}={values[key]}" for key in varying)])
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
-from ..allocate.choose import Choice
-from ..config import PruneConfig, settings_of
-from ..engine.accumulate import fingerprint
-from ..engine.resident import ResidentEngine
+from ..allocate.search import Choice
+from ..config import CALIBRATION, PruneConfig
+from ..engine.all_weights import fingerprint
+from ..engine.engine import Engine, make_engine
 from ..errors import UserError
+from ..evaluate.lm_eval_tasks import BATCH_SIZE, check_tasks, evaluate_tasks
 from ..evaluate.perplexity import check_dense
-from ..evaluate.tasks import BATCH_SIZE, check_tasks, evaluate_tasks
 from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
 from ..model.targets import find_targets
@@ -96,7 +96,7 @@ def run(
         check_tasks(recipe.tasks, **asdict(tasks))
     with user_errors(Path(output)):
         folder.mkdir(parents=True, exist_ok=True)
-    engine = ResidentEngine(model, find_targets(model)[0])
+    engine = make_engine(model, find_targets(model)[0])
     names = {name for config in recipe.cells for name in (config.calibration, config.eval)}
     texts = {name: file_sha256(name) for name in names}
     sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
@@ -134,7 +134,7 @@ class _Shared:
     choices: dict[PruneConfig, Choice] = field(default_factory=dict)
 
 
-def _copied(engine: ResidentEngine) -> dict[str, Tensor]:
+def _copied(engine: Engine) -> dict[str, Tensor]:
     """Copies of the target weights on the CPU, by name."""
     copies = {}
     for index in range(engine.block_count):
@@ -143,7 +143,7 @@ def _copied(engine: ResidentEngine) -> dict[str, Tensor]:
     return copies
 
 
-def _restore(engine: ResidentEngine, weights: dict[str, Tensor]) -> None:
+def _restore(engine: Engine, weights: dict[str, Tensor]) -> None:
     for index in range(engine.block_count):
         with engine.block(index) as block:
             for name, weight in block.weights.items():
@@ -179,7 +179,7 @@ def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict
 
 def _dense_figures(sweep: _Sweep, config: PruneConfig) -> dict:
     """_measured() of the dense model; it is saved, and all cells with the same evaluation read it."""
-    evaluation = {name: getattr(config, name) for name in settings_of("eval", "bos", "place")}
+    evaluation = config.select("eval", "bos", "place")
     path = _cell_path(sweep, PruneConfig(**evaluation).resolved(), prefix="dense-")
     if path.is_file():
         return _read(path, _DENSE_KEYS)
@@ -203,7 +203,7 @@ def _measured(sweep: _Sweep, config: PruneConfig) -> dict:
 
 def _calibration(config: PruneConfig) -> tuple[str, ...]:
     """The settings that statistics depend on. Cells with the same ones run one after the other."""
-    return tuple(str(getattr(config, name)) for name in settings_of("text", "bos", "fisher"))
+    return tuple(map(str, config.select(*CALIBRATION).values()))
 
 
 def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:

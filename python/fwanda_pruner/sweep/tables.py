@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import PruneConfig
-from ..evaluate.tasks import ZEROSHOT
+from ..evaluate.lm_eval_tasks import ZEROSHOT
 from ..formats.files import atomic_file, user_errors
 from ..run.stage import StageName
 from .recipe import describe

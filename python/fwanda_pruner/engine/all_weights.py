@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .resident import ResidentEngine
+from .engine import Engine
 
 
-def fingerprint(engine: ResidentEngine) -> str:
+def fingerprint(engine: Engine) -> str:
     """sha256 of a sample of each weight, in fp32. It tells models of the same shape apart."""
     digest = hashlib.sha256()
     for index in range(engine.block_count):
@@ -25,7 +25,7 @@ def fingerprint(engine: ResidentEngine) -> str:
     return digest.hexdigest()
 
 
-def check_finite(engine: ResidentEngine) -> None:
+def check_finite(engine: Engine) -> None:
     """Refuses parameters with NaN or inf.
 
     Raises:
@@ -62,7 +62,7 @@ class WeightCounts:
     target_zeros: int
 
 
-def count_weights(engine: ResidentEngine) -> WeightCounts:
+def count_weights(engine: Engine) -> WeightCounts:
     """Counts parameters and zeros."""
     outside = [p for _, p in engine.parameters_outside_blocks()]
     inside_size = inside_zeros = target_size = target_zeros = 0

@@ -8,7 +8,7 @@ import tiny
 import torch
 from measuring import engine_of
 
-from fwanda_pruner.engine.accumulate import check_finite, count_weights, count_zeros, fingerprint
+from fwanda_pruner.engine.all_weights import check_finite, count_weights, count_zeros, fingerprint
 from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.model.targets import find_blocks, find_targets

@@ -10,12 +10,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..config import PruneConfig
-from ..engine.resident import ResidentEngine
-from ..engine.resumable import Steps
+from ..engine.engine import Engine
+from ..engine.resume import NoSteps, Steps
 from ..errors import UserError
 from ..measure.statistics import Statistics
 from .budgets import ScoreScales
-from .masks import masks_of
+from .masks import held_out_loss, masks_of
 from .response import Round, respond
 
 HELD_OUT = 8  # windows
@@ -32,12 +32,14 @@ class Choice:
         start: the candidate that the response began with.
         losses: candidate or round -> mean next-token loss on held-out text in nats, where it is finite.
         scales: multipliers on the scores, if a round is best.
+        notes: warnings of the search, for runs that take its choice over.
     """
 
     name: str
     start: str
     losses: dict[str, float]
     scales: ScoreScales | None
+    notes: tuple[str, ...] = ()
 
     def apply(self, config: PruneConfig) -> PruneConfig:
         """The configuration with the chosen allocation in place of the search."""
@@ -46,7 +48,7 @@ class Choice:
         return replace(candidates(config)[self.start], allocation="response")
 
     def to_dict(self) -> dict:
-        """JSON values, without the scales."""
+        """JSON values for the record: all but the scales and the notes."""
         return {"name": self.name, "start": self.start, "losses": self.losses}
 
 
@@ -66,13 +68,13 @@ def candidates(config: PruneConfig) -> dict[str, PruneConfig]:
 
 
 def choose(
-    engine: ResidentEngine,
+    engine: Engine,
     tokens: Tensor,
     held_out: Tensor,
     statistics: Statistics,
     config: PruneConfig,
     *,
-    rounds: Steps[Round],
+    rounds: Steps[Round] = NoSteps(),  # noqa: B008  it has no state
 ) -> Choice:
     """Tries all candidates, runs the rounds of the response from the best global one, and takes the lowest loss.
 
@@ -102,7 +104,7 @@ def choose(
 
 
 def try_masks(
-    engine: ResidentEngine, held_out: Tensor, statistics: Statistics, configs: Mapping[str, PruneConfig]
+    engine: Engine, held_out: Tensor, statistics: Statistics, configs: Mapping[str, PruneConfig]
 ) -> dict[str, float]:
     """Held-out loss of the masks of each configuration, without an update of the weights.
 
@@ -118,7 +120,7 @@ def try_masks(
     losses = {}
     for name, config in tqdm(configs.items(), desc="try", unit="mask", disable=None if engine.progress else True):
         try:
-            losses[name] = engine.mean_loss(held_out, masks_of(config, engine, statistics))
+            losses[name] = held_out_loss(engine, held_out, masks_of(config, engine, statistics))
         except UserError:
             losses[name] = math.inf
     return losses

@@ -9,7 +9,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Partial(Protocol):
+class Unfinished(Protocol):
     """Holds the state of one unfinished computation, saved about every minute."""
 
     def load(self) -> tuple[dict[str, Tensor], dict] | None:

@@ -12,14 +12,14 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from ..allocate.budgets import ScoreScales, keep_budgets
-from ..allocate.choose import Choice, choose
-from ..allocate.masks import masks_of
-from ..config import PruneConfig, settings_of
-from ..engine.accumulate import fingerprint
+from ..allocate.masks import held_out_loss, masks_of
+from ..allocate.search import Choice, choose
+from ..config import PruneConfig
+from ..engine.all_weights import fingerprint
+from ..engine.engine import Engine, make_engine
 from ..engine.loop import PassRecord
-from ..engine.resident import ResidentEngine
 from ..errors import UserError
-from ..evaluate.perplexity import check_dense, perplexity
+from ..evaluate.perplexity import check_dense, engine_perplexity
 from ..measure.statistics import Statistics, measure_statistics
 from ..measure.token_weights import measure_token_sq_grads
 from ..methods.block_loop import prune_blocks
@@ -51,12 +51,10 @@ def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None)
             f"leave --fisher out, or measure others by fwanda calibrate"
         )
     targets, _ = find_targets(model)
-    given.check(targets, fisher=config.needs_fisher, weights=fingerprint(ResidentEngine(model, targets)))
+    given.check(targets, fisher=config.needs_fisher, weights=fingerprint(make_engine(model, targets)))
 
 
-def identify(
-    state: RunState, config: PruneConfig, engine: ResidentEngine, sources: Sources, given: Statistics | None
-) -> None:
+def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sources, given: Statistics | None) -> None:
     """Tells the state what this run must have in common with the interrupted run that it resumes.
 
     Raises:
@@ -65,14 +63,14 @@ def identify(
     if state.folder is None:
         return
     inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
-    state.identify({**inputs, **config.to_dict(), **sources.identity(), **versions(engine.device)})
+    state.identify({**inputs, **config.without("energy"), **sources.identity(), **versions(engine.device)})
     if state.resumed:
         state.notes.append("resumed: seconds and energy are those of the last part")
 
 
 def texts(
     stage: Stages,
-    engine: ResidentEngine,
+    engine: Engine,
     config: PruneConfig,
     tokenizer,
     sources: Sources,
@@ -85,7 +83,7 @@ def texts(
         StageName.TEXT,
         lambda: read_texts(
             config,
-            engine.model,
+            engine,
             tokenizer,
             sources,
             calibration=config.runs_blocks or config.responds or measures,
@@ -95,13 +93,13 @@ def texts(
     )
 
 
-def dense_perplexity(stage: Stages, engine: ResidentEngine, texts: Texts) -> float | None:
+def dense_perplexity(stage: Stages, engine: Engine, texts: Texts) -> float | None:
     """Perplexity before pruning, with a warning if it is suspicious; None without an evaluation text."""
     if texts.evaluation is None:
         return None
     dense = stage(
         StageName.EVAL_DENSE,
-        lambda: perplexity(engine.model, texts.evaluation, progress=engine.progress, label="dense perplexity"),
+        lambda: engine_perplexity(engine, texts.evaluation, label="dense perplexity"),
         codecs.NUMBER,
     )
     note = check_dense(dense, engine.model.config.get_text_config().vocab_size)
@@ -111,7 +109,7 @@ def dense_perplexity(stage: Stages, engine: ResidentEngine, texts: Texts) -> flo
 
 
 def statistics(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, given: Statistics | None
+    stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, given: Statistics | None
 ) -> tuple[Statistics | None, PassRecord | None]:
     """The given statistics, or those that the method needs, or None; and how their windows ran in this run."""
     if given is not None:
@@ -126,46 +124,60 @@ def statistics(
 
 
 def measured_statistics(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, fisher: str | None
+    stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, fisher: str | None
 ) -> Statistics:
     """Statistics of the dense model on the calibration text."""
 
     def compute() -> Statistics:
         measured = measure_statistics(
-            engine, texts.calibration, fisher=fisher, seed=config.seed, partial=stage.partial(StageName.CALIBRATE)
+            engine, texts.calibration, fisher=fisher, seed=config.seed, unfinished=stage.unfinished(StageName.CALIBRATE)
         )
-        text = {name: getattr(config, name) for name in settings_of("text")}
+        text = config.select("text")
         return replace(measured, tokens_sha256=tokens_sha256(texts.calibration), bos=texts.bos, text=text)
 
     return stage(StageName.CALIBRATE, compute, codecs.statistics_codec(engine.device))
 
 
 def choice(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, statistics: Statistics | None
+    stage: Stages,
+    engine: Engine,
+    config: PruneConfig,
+    texts: Texts,
+    statistics: Statistics | None,
+    earlier: Choice | None,
 ) -> Choice | None:
-    """What the search of the allocation chose; None where the settings name one."""
+    """What the search of the allocation chose; None where the settings name one.
+
+    Args:
+        earlier: the choice of another run with the same masks, which is taken over.
+    """
+    if earlier is not None:
+        stage.notes += [note for note in earlier.notes if note not in stage.notes]
+        return earlier
     if not config.responds:
         return None
+    noted = len(stage.notes)
     if not texts.held_out.unread:
         warnings.warn(
             "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
         )
     rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
-    return stage(
+    chosen = stage(
         StageName.CHOOSE,
         lambda: choose(engine, texts.calibration, texts.held_out.tokens, statistics, config, rounds=rounds),
         codecs.choice_codec(engine.device),
     )
+    return replace(chosen, notes=tuple(stage.notes[noted:]))
 
 
 def budgets(
     stage: Stages,
-    engine: ResidentEngine,
+    engine: Engine,
     config: PruneConfig,
     statistics: Statistics | None,
     scales: ScoreScales | None,
 ) -> dict[str, Tensor] | None:
-    """Weights kept in each row; None where a pattern or a column walk decides."""
+    """Weights kept in each row; None where a pattern or the OBS walk decides."""
     if not config.needs_budgets:
         return None
     return stage(
@@ -176,7 +188,7 @@ def budgets(
 
 
 def wanda_loss(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, statistics: Statistics | None
+    stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, statistics: Statistics | None
 ) -> float | None:
     """Held-out loss in nats of Wanda's masks, before anything is pruned; None where the result is not compared."""
     if not config.checks or texts.held_out is None:
@@ -184,13 +196,13 @@ def wanda_loss(
     wanda = replace(config, method="fwanda", allocation="uniform")
     return stage(
         StageName.CHECK,
-        lambda: engine.mean_loss(texts.held_out.tokens, masks_of(wanda, engine, statistics)),
+        lambda: held_out_loss(engine, texts.held_out.tokens, masks_of(wanda, engine, statistics)),
         codecs.NUMBER,
     )
 
 
 def token_sq_grads(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts
+    stage: Stages, engine: Engine, config: PruneConfig, texts: Texts
 ) -> tuple[dict[str, Tensor] | None, PassRecord | None]:
     """Squared gradients of the tokens, and how their windows ran; None where tokens are not weighed."""
     if not config.weighs_tokens:
@@ -202,27 +214,25 @@ def token_sq_grads(
             texts.calibration,
             fisher=config.fisher,
             seed=config.seed,
-            partial=stage.partial(StageName.CALIBRATE),
+            unfinished=stage.unfinished(StageName.CALIBRATE),
         ),
         codecs.token_sq_grads_codec(engine.device),
     )
 
 
 def pruned_blocks(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, inputs: Inputs
+    stage: Stages, engine: Engine, config: PruneConfig, inputs: Inputs
 ) -> tuple[list[MatrixRow], list[int]]:
     """Prunes the model; the rows of the record and the histogram of Report.row_histogram."""
     blocks = stage.steps(StageName.PRUNE, codecs.BLOCK)
     return stage(StageName.PRUNE, lambda: prune_blocks(engine, config, inputs, blocks))
 
 
-def comparison(
-    stage: Stages, engine: ResidentEngine, config: PruneConfig, texts: Texts, wanda: float | None
-) -> dict | None:
+def comparison(stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, wanda: float | None) -> dict | None:
     """Report.check: the losses of the pruned model and of Wanda's masks, with a warning where Wanda's is lower."""
     if wanda is None:
         return None
-    pruned = stage(StageName.CHECK, lambda: engine.mean_loss(texts.held_out.tokens))
+    pruned = stage(StageName.CHECK, lambda: held_out_loss(engine, texts.held_out.tokens))
     if math.isfinite(wanda) and pruned > wanda:
         where = "held-out calibration text" if texts.held_out.unread else "calibration text"
         advice = "" if config.responds else "; try --allocation auto"
@@ -234,11 +244,11 @@ def comparison(
     return {key: loss if math.isfinite(loss) else None for key, loss in losses.items()}
 
 
-def pruned_perplexity(stage: Stages, engine: ResidentEngine, texts: Texts) -> float | None:
+def pruned_perplexity(stage: Stages, engine: Engine, texts: Texts) -> float | None:
     """Perplexity after pruning; None without an evaluation text."""
     if texts.evaluation is None:
         return None
     return stage(
         StageName.EVAL_PRUNED,
-        lambda: perplexity(engine.model, texts.evaluation, progress=engine.progress, label="pruned perplexity"),
+        lambda: engine_perplexity(engine, texts.evaluation, label="pruned perplexity"),
     )

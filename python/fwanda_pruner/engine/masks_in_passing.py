@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..model.targets import Target
 
-Masks = Mapping[str, Callable[[Tensor], Tensor]]
+MaskFunctions = Mapping[str, Callable[[Tensor], Tensor]]
 """Name of a matrix -> a function that takes its weight [R, C] and gives its mask [R, C] bool, True where kept."""
 
 
 @contextmanager
-def masked_blocks(blocks: Sequence[nn.Module], targets: Sequence[Target], masks: Masks) -> Iterator[None]:
+def masked_blocks(blocks: Sequence[nn.Module], targets: Sequence[Target], masks: MaskFunctions) -> Iterator[None]:
     """Prunes each decoder block while it runs; before and after that, the block is dense.
 
     Holds a copy of the weights of one block.

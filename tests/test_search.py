@@ -10,12 +10,12 @@ import torch
 
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
-from fwanda_pruner.allocate.choose import HELD_OUT as HELD_OUT_WINDOWS
-from fwanda_pruner.allocate.choose import Choice, candidates, choose, lowest, try_masks
 from fwanda_pruner.allocate.masks import masks_of
+from fwanda_pruner.allocate.search import HELD_OUT as HELD_OUT_WINDOWS
+from fwanda_pruner.allocate.search import Choice, candidates, choose, lowest, try_masks
 from fwanda_pruner.config import settings_of
 from fwanda_pruner.engine.resident import ResidentEngine
-from fwanda_pruner.engine.resumable import NoSteps
+from fwanda_pruner.engine.resume import NoSteps
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.targets import find_targets
 from fwanda_pruner.run.pipeline import run_prune
