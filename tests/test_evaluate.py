@@ -11,6 +11,7 @@ import tiny
 import torch
 from measuring import LARGE_VOCABULARY, SLICE, slices_of
 
+from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.evaluate.perplexity import check_dense, choose_bos, perplexity
 
@@ -109,16 +110,16 @@ def test_choose_bos_compares_the_losses_of_the_same_targets(model):
         with_bos = oracle.losses(model, torch.cat([torch.tensor([0]), window[:-1]])[None])[0, 1:]
         assert len(with_bos) == len(without) == 6
         answers.add(better := bool(with_bos.sum() < without.sum()))
-        assert choose_bos(model, tokenizer, window) is better
+        assert choose_bos(make_engine(model, []), tokenizer, window) is better
     assert answers == {False, True}
 
 
 def test_choose_bos_never_feeds_more_tokens_than_the_window_has(model):
     lengths = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda _m, args: lengths.append(args[0].shape[1]))
-    choose_bos(model, SimpleNamespace(bos_token_id=0), tokens_of(1, 8)[0])
+    choose_bos(make_engine(model, []), SimpleNamespace(bos_token_id=0), tokens_of(1, 8)[0])
     handle.remove()
-    assert sorted(lengths) == [7, 8]
+    assert max(lengths) == 8 and 7 in lengths
 
 
 def test_choose_bos_is_no_without_a_bos_token_or_with_nan_losses(model):
@@ -126,7 +127,7 @@ def test_choose_bos_is_no_without_a_bos_token_or_with_nan_losses(model):
     assert choose_bos(None, SimpleNamespace(bos_token_id=None), window) is False
     broken = tiny.llama(**SIZES)
     broken.lm_head.weight.data[0] = math.nan
-    assert choose_bos(broken, SimpleNamespace(bos_token_id=0), window) is False
+    assert choose_bos(make_engine(broken, []), SimpleNamespace(bos_token_id=0), window) is False
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of memory")

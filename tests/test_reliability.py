@@ -222,7 +222,9 @@ def test_out_of_memory_block_by_block_is_one_line_and_resume_goes_on(
     argv = command(folder, tmp_path / "out", "--method", method, "--order", order)
     monkeypatch.setattr(LlamaDecoderLayer, "forward", fail)
     assert cli.main(argv) == 2
-    assert_one_error(capsys, "a window of 24 tokens does not fit the memory of cpu; use a smaller --seqlen")
+    assert_one_error(
+        capsys, "a window of 24 tokens does not fit the memory of cpu; use shorter windows (--seqlen, --eval-seqlen)"
+    )
     assert first.is_file() and not (tmp_path / "out").exists()
     monkeypatch.setattr(LlamaDecoderLayer, "forward", plain)
     assert cli.main([*argv, "--resume"]) == 0
@@ -459,7 +461,7 @@ def test_a_changed_stage_is_never_taken_by_resume(stage, change, failed_run, tmp
             later.unlink()
     changed_state(path, change)
     assert cli.main(argv) == 2
-    assert_one_error(capsys, f"{stage}.safetensors is broken (it is not as it was written)")
+    assert_one_error(capsys, f"{stage}.safetensors is broken (its checksum differs)")
 
 
 def can_mount() -> bool:

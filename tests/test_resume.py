@@ -237,5 +237,5 @@ def test_a_stage_under_the_name_of_another_is_refused(tmp_path):
     state = RunState(tmp_path / "out")
     state.keep("choose-00000", {}, {})
     (state.folder / "choose-00000.safetensors").rename(state.folder / "choose-00001.safetensors")
-    with pytest.raises(UserError, match="choose-00001.safetensors is broken .*it is of the stage choose-00000"):
+    with pytest.raises(UserError, match="choose-00001.safetensors is broken .*it holds the stage choose-00000"):
         state.recall("choose-00001")

@@ -84,7 +84,7 @@ def test_seconds_of_one_stage_add_up(monkeypatch, state):
 def test_the_parts_of_a_stage_are_there_until_the_stage_is_kept(state):
     """A partial state and steps belong to the stage; those of other stages stay."""
     earlier = Stages(state, CPU)
-    earlier.partial(StageName.CALIBRATE).save({"x": torch.ones(1)}, {"done": 5})
+    earlier.unfinished(StageName.CALIBRATE).save({"x": torch.ones(1)}, {"done": 5})
     earlier.steps(StageName.CALIBRATE, SCALED).save(3, torch.ones(2))
     earlier.steps(StageName.CHOOSE, SCALED).save(0, torch.ones(2))
 
@@ -97,7 +97,7 @@ def test_the_parts_of_a_stage_are_there_until_the_stage_is_kept(state):
         return torch.ones(3)
 
     stage(StageName.CALIBRATE, compute, SCALED)
-    tensors, values = seen["partial"]
+    tensors, values = seen["unfinished"]
     assert tensors["x"].tolist() == [1] and values == {"done": 5}
     assert seen["third"].tolist() == [2, 2] and seen["first"] is None
     assert partial.load() is None and steps.load(3) is None
@@ -107,7 +107,7 @@ def test_the_parts_of_a_stage_are_there_until_the_stage_is_kept(state):
 def test_a_partial_state_is_due_about_once_a_minute(monkeypatch, state):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    partial = Stages(state, CPU).partial(StageName.CALIBRATE)
+    partial = Stages(state, CPU).unfinished(StageName.CALIBRATE)
     assert not partial.due()
     now[0] += 61
     assert partial.due()

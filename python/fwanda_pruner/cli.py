@@ -322,9 +322,8 @@ def _print_plan(model, config: PruneConfig) -> None:
         rows, cols = target.shape
         goes = rows * cols - asked(config, target)
         place = "" if target.slice_of is None else f"  = {target.parameter}[{target.slice_of.index}]"
-        print(
-            f"{target.name}  [{rows}, {cols}]  removes {goes if config.fixes_matrix_totals else 'by its Fisher information'}{place}"
-        )
+        removes = goes if config.fixes_matrix_totals else "by its Fisher information"
+        print(f"{target.name}  [{rows}, {cols}]  removes {removes}{place}")
         size, removed = size + rows * cols, removed + goes
     for item in skipped:
         print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")

@@ -123,9 +123,9 @@ class BlockWalk:
             self._arguments[size] = self._block_arguments(self._tokens[:size])
         return self._arguments[size]
 
-    def forget_arguments(self) -> None:
-        """Frees the arguments of batch sizes that did not fit the memory."""
-        self._arguments.clear()
+    def forget_arguments_above(self, size: int) -> None:
+        """Frees the arguments of larger calls, which did not fit the memory."""
+        self._arguments = {count: arguments for count, arguments in self._arguments.items() if count <= size}
 
     @torch.no_grad()
     def _block_arguments(self, ids: Tensor) -> list[tuple[tuple, dict]]:
@@ -191,6 +191,7 @@ class _WalkWindows:
 
     @contextmanager
     def ready(self, size: int) -> Iterator[None]:
+        self._walk.forget_arguments_above(size)
         for batch in {size, self.count % size} - {0}:
             self._walk.arguments_for(batch)  # runs the whole model, so it must come before the sums watch its modules
         with torch.no_grad():
@@ -203,7 +204,7 @@ class _WalkWindows:
         pass
 
     def restart(self) -> None:
-        self._walk.forget_arguments()
+        pass
 
 
 class _EmbeddingWindows(_WalkWindows):
@@ -219,7 +220,6 @@ class _EmbeddingWindows(_WalkWindows):
         self._walk.begin(start, size)
 
     def restart(self) -> None:
-        super().restart()
         self._walk.hidden = None
 
 

@@ -146,9 +146,7 @@ def run_prune(
             tokens_sha256=_calibration_sha256(texts, statistics),
             bos=texts.bos,
             warnings=list(stage.notes),
-            omega_floored_rows=count_floored_rows(statistics, [t.name for t in targets])
-            if _uses_floor(settled, scales)
-            else None,
+            omega_floored_rows=_floored_rows(settled, scales, statistics, targets),
             check=check,
             passes=None if passes is None else asdict(passes),
             row_histogram=row_histogram,
