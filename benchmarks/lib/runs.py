@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import fwanda_pruner
 from fwanda_pruner import PruneConfig
 from fwanda_pruner.run.energy import EnergyMeter
+from fwanda_pruner.run.stage import StageName, pruning_seconds
 
 from . import naive
 from .machine import synchronize
 from .repeats import Spread
 
 JOULES = ("gross_joules", "net_joules", "sampled_net_joules")
-NOT_TIMED = ("text", "load", "save", "eval_dense", "eval_pruned")  # stages that a total leaves out
 
 
 def our_run(model: nn.Module, tokens: Tensor, config: PruneConfig, save_in: Path | None = None) -> dict:
@@ -38,7 +38,7 @@ def our_run(model: nn.Module, tokens: Tensor, config: PruneConfig, save_in: Path
             fwanda_pruner.save_pruned(model, None, report, Path(folder) / "model")
     return {
         "seconds": dict(report.seconds),
-        "total_seconds": total_of(report.seconds),
+        "total_seconds": pruning_seconds(report.seconds),
         "peak_memory_bytes": report.peak_memory_bytes,
         "energy": report.energy_details,
         "passes": report.passes,
@@ -66,14 +66,10 @@ def naive_run(model: nn.Module, tokens: Tensor, method: str, sparsity: float) ->
         naive.prune(model, tokens, method, sparsity, phase)
     return {
         "seconds": seconds,
-        "total_seconds": total_of(seconds),
+        "total_seconds": pruning_seconds(seconds),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         "energy": meter.to_dict(),
     }
-
-
-def total_of(seconds: dict[str, float]) -> float:
-    return sum(value for stage, value in seconds.items() if stage not in NOT_TIMED)
 
 
 def with_rates(run: dict, flops: float | None, roof: dict) -> dict:
@@ -86,7 +82,7 @@ def with_rates(run: dict, flops: float | None, roof: dict) -> dict:
     """
     if flops is None:
         return run | dict.fromkeys(("tflop_per_s", "share_of_roof", "times_floor"))
-    rate = flops / run["seconds"]["calibrate"] / 1e12
+    rate = flops / run["seconds"][StageName.CALIBRATE.value] / 1e12
     return run | {
         "tflop_per_s": rate,
         "share_of_roof": rate / roof["tflop_per_s"],

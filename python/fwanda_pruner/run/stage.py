@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +37,14 @@ class StageName(str, Enum):
     PRUNE = "prune"
     EVAL_PRUNED = "eval_pruned"
     SAVE = "save"
+
+
+_BESIDE_PRUNING = (StageName.LOAD, StageName.TEXT, StageName.EVAL_DENSE, StageName.EVAL_PRUNED, StageName.SAVE)
+
+
+def pruning_seconds(seconds: Mapping[str, float]) -> float:
+    """Seconds of all stages that prune: without those that read, write or evaluate."""
+    return sum(value for name, value in seconds.items() if name not in _BESIDE_PRUNING)
 
 
 @dataclass(frozen=True)

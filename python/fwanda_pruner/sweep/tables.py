@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config import PruneConfig
 from ..evaluate.lm_eval_tasks import ZEROSHOT
 from ..formats.files import atomic_file, user_errors
-from ..run.stage import StageName
+from ..run.stage import pruning_seconds
 from .recipe import describe
 
 
@@ -43,7 +43,6 @@ class Line:
         return statistics.fmean(values) if values else None
 
 
-_UNMEASURED = (StageName.TEXT, StageName.EVAL_DENSE, StageName.EVAL_PRUNED)  # stages outside the energy of a run
 _FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"}
 _ACCURACY = ".4f"
 _COUNTS = ("version", "num_fewshot", "samples", "samples_total", "tasks")  # beside the metrics of a task
@@ -74,7 +73,7 @@ def figures(cell: dict) -> dict[str, float]:
     if "perplexity" in values:
         ratio = values["perplexity"] / cell["dense"]["perplexity"]
         values = {"perplexity": values["perplexity"], "of dense": ratio, **values}
-    values["seconds"] = sum(s for stage, s in report["seconds"].items() if stage not in _UNMEASURED)
+    values["seconds"] = pruning_seconds(report["seconds"])
     values["peak GB"] = report["peak_memory_bytes"] / 1e9
     return values if isinstance(report["energy"], str) else {**values, "kJ": report["energy"] / 1e3}
 
