@@ -18,7 +18,8 @@ class Method:
     Attributes:
         allocations: the allocations that the method accepts; the first is its default.
         order: its default order.
-        scores_inputs: it ranks weights by |W| times the norm of their input column, so it needs x2.
+        scores_inputs: it ranks weights by |W| times the norm of their input column, so it needs x2. Then `uniform` also
+            rounds in each row, not in each matrix.
         updates_weights: it prunes with a Hessian and updates the weights that stay, so it reads the calibration text
             block by block.
         weighs_rows: it multiplies the error of each row by omega^p, so it needs omega under every allocation. Under a
@@ -32,6 +33,29 @@ class Method:
     weighs_rows: bool = False
 
 
+@dataclass(frozen=True)
+class Allocation:
+    """Properties of an allocation.
+
+    Attributes:
+        fixes_matrix_totals: the settings alone say how many weights each matrix keeps.
+        reads_fisher: it needs omega.
+        responds: it runs text through the pruned model.
+    """
+
+    fixes_matrix_totals: bool = False
+    reads_fisher: bool = False
+    responds: bool = False
+
+
+ALLOCATIONS = {
+    "layer": Allocation(fixes_matrix_totals=True),
+    "uniform": Allocation(fixes_matrix_totals=True),
+    "row": Allocation(fixes_matrix_totals=True, reads_fisher=True),
+    "global": Allocation(reads_fisher=True),
+    "response": Allocation(reads_fisher=True, responds=True),
+    "auto": Allocation(reads_fisher=True, responds=True),
+}
 METHODS = {
     "magnitude": Method(("layer",), "onepass"),
     "wanda": Method(("uniform",), "onepass", scores_inputs=True),
@@ -53,8 +77,8 @@ GROUPS = {  # of settings, with their headings in --help
     "energy": "energy",
 }
 CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics depend on
-RESPONSES = ("response", "auto")  # allocations that run text through the pruned model
-FISHER_ALLOCATIONS = ("row", "global", *RESPONSES)
+RESPONSES = tuple(name for name, allocation in ALLOCATIONS.items() if allocation.responds)
+FISHER_ALLOCATIONS = tuple(name for name, allocation in ALLOCATIONS.items() if allocation.reads_fisher)
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
@@ -92,7 +116,7 @@ class PruneConfig:
         "how many weights each matrix and row keeps. row: the published rule of F-Wanda; global: one threshold over "
         "the whole model; response: global, corrected by measuring the pruned model; auto: the best of these on "
         "held-out calibration text (default: global for fwanda, layer for magnitude, uniform for the others)",
-        ("layer", "uniform", "row", "global", "response", "auto"),
+        tuple(ALLOCATIONS),
     )
     sparsity: str | None = _setting(
         "method",
@@ -338,12 +362,12 @@ class PruneConfig:
     @property
     def fixes_matrix_totals(self) -> bool:
         """Whether the settings alone say how many weights each matrix keeps."""
-        return self.nm is not None or self.allocation in ("layer", "uniform", "row")
+        return self.nm is not None or (self.allocation is not None and ALLOCATIONS[self.allocation].fixes_matrix_totals)
 
     @property
     def needs_budgets(self) -> bool:
         """Whether each row gets a budget: not under a pattern, nor if an OBS walk selects over all rows."""
-        return self.nm is None and (self.allocation in FISHER_ALLOCATIONS or not self.traits.updates_weights)
+        return self.nm is None and (self.allocation != "uniform" or not self.traits.updates_weights)
 
     @property
     def nm(self) -> tuple[int, int] | None:

@@ -83,9 +83,9 @@ def keep_budgets(
     """
     if scales is not None:
         return threshold_budgets(config, engine, statistics, scales)
-    if config.allocation not in ALLOCATIONS:
+    if config.allocation not in BUDGETS:
         raise UserError(f"allocation {config.allocation} measures the pruned model: only fwanda_pruner.prune() does it")
-    return ALLOCATIONS[config.allocation](config, engine, statistics)
+    return BUDGETS[config.allocation](config, engine, statistics)
 
 
 def _uniform(config: PruneConfig, engine: Engine, _statistics) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ def _global(config: PruneConfig, engine: Engine, statistics: Statistics) -> dict
     return threshold_budgets(config, engine, statistics, global_scales(config, engine, statistics))
 
 
-ALLOCATIONS: dict[str, Callable[..., dict[str, Tensor]]] = {
+BUDGETS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "layer": _layer,
     "uniform": _uniform,
     "row": _row,

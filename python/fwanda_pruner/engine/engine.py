@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..config import PruneConfig
 from ..model.targets import Target
 from .loop import PassRecord, PassSettings
 from .masks_in_passing import MaskFunctions
@@ -77,14 +78,15 @@ class Engine(Protocol):
 
 
 def make_engine(
-    model: nn.Module, targets: Sequence[Target], settings: PassSettings | None = None, *, progress: bool = True
+    model: nn.Module, targets: Sequence[Target], config: PruneConfig | None = None, *, progress: bool = True
 ) -> Engine:
     """The engine for a model: today always the resident one.
 
     Args:
         model: a causal language model in eval mode.
         targets: its matrices to prune.
-        settings: how windows run; None: PassSettings().
+        config: the settings of the run, which say how windows run; None: the defaults.
         progress: whether to show progress bars.
     """
+    settings = None if config is None else PassSettings.of(config)
     return ResidentEngine(model, targets, settings, progress=progress)

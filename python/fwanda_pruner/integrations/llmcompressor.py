@@ -22,7 +22,6 @@ from ..config import RESPONSES, PruneConfig
 from ..engine.all_weights import check_finite
 from ..engine.device import evaluating
 from ..engine.engine import Engine, make_engine
-from ..engine.loop import PassSettings
 from ..errors import UserError
 from ..measure.statistics import Statistics, unseen_layer
 from ..measure.sums import StatisticsSums
@@ -132,7 +131,7 @@ class FWandaModifier(SparsityModifierBase):
         with disable_offloading():
             targets = self._find_targets()
             check_model(state.model, targets, self._config)
-            check_finite(make_engine(state.model, targets))
+            check_finite(make_engine(state.model, targets, self._config))
             self._budgets = self._measure_budgets(state.model, targets, state.data.calib)
         self._pending = {t.module: t for t in targets}
         self._inputs = {}
@@ -180,7 +179,7 @@ class FWandaModifier(SparsityModifierBase):
         _refuse_shared(model, targets)
         if not config.needs_budgets:
             return None
-        engine = make_engine(model, targets, PassSettings(compile="off"))
+        engine = make_engine(model, targets, PruneConfig(compile="off"))
         statistics = None
         if config.needs_fisher:
             with evaluating(model):

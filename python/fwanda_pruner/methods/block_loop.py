@@ -25,6 +25,8 @@ from ..report.record import ROW_BINS, MatrixRow
 from . import obs, score
 from .job import GroupJob, Inputs
 
+_PRUNE_GROUP = {"sparsegpt": obs.prune_group, "fsparsegpt": obs.prune_group}  # the others only rank weights
+
 
 @dataclass(frozen=True)
 class PrunedBlock:
@@ -58,7 +60,7 @@ def prune_blocks(
     Raises:
         UserError: a matrix cannot be pruned (no factor, not finite), naming it.
     """
-    prune_group = obs.prune_group if config.traits.updates_weights else score.prune_group
+    prune_group = _PRUNE_GROUP.get(config.method, score.prune_group)
     rows: list[MatrixRow] = []
     row_histogram = torch.zeros(ROW_BINS, dtype=torch.int64)
     with engine.walk(inputs.tokens) if config.runs_blocks else nullcontext() as walk:

@@ -112,9 +112,8 @@ def _selection(job: GroupJob, name: str, size: int) -> dict:
     config, budgets = job.config, job.inputs.budgets
     if config.nm:
         return {"pattern": config.nm}
-    if config.allocation == "row":
+    if budgets is None:
+        return {"sparsity": config.removed}
+    if config.fixes_matrix_totals:
         return {"keep": budgets[name]}
-    if config.allocation == "global":
-        return {"sparsity": Fraction(size - int(budgets[name].sum()), size)}
-    assert config.allocation == "uniform", config.allocation
-    return {"sparsity": config.removed}
+    return {"sparsity": Fraction(size - int(budgets[name].sum()), size)}

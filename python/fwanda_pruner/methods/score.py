@@ -20,7 +20,7 @@ def prune_group(job: GroupJob) -> None:
     Raises:
         UserError: a weight or an input is not finite, naming the matrix.
     """
-    statistics = job.inputs.statistics if job.walk is None else _measure_inputs(job)
+    statistics = job.inputs.statistics if job.walk is None else measure_inputs(job)
     names = [target.name for target in job.targets]
     weights = [job.block.weights[name] for name in names]
     if job.config.traits.scores_inputs:
@@ -37,8 +37,8 @@ def prune_group(job: GroupJob) -> None:
             raise UserError(fk.bad_message(name, code))
 
 
-def _measure_inputs(job: GroupJob) -> Statistics:
-    """Statistics of the inputs that the matrices see behind the blocks pruned before."""
+def measure_inputs(job: GroupJob) -> Statistics:
+    """Statistics of the inputs that the matrices see after the blocks before them were pruned."""
     sums = StatisticsSums({target.name: target.module for target in job.targets})
     job.walk.run(job.index, sums, advance=job.advance)
     statistics = Statistics.of_sums(sums.tensors(), job.targets, None, job.walk.device)

@@ -18,7 +18,6 @@ from ..config import CALIBRATION, PruneConfig
 from ..engine.all_weights import WeightCounts, check_finite, count_weights, count_zeros
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
-from ..engine.loop import PassSettings
 from ..errors import UserError
 from ..evaluate.perplexity import engine_perplexity
 from ..measure.statistics import Statistics
@@ -110,7 +109,7 @@ def run_prune(
         config = with_sources(config, calibration, eval, statistics)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
-        engine = make_engine(model, targets, PassSettings.of(config), progress=progress)
+        engine = make_engine(model, targets, config, progress=progress)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         stages.check_given(config, model, statistics)
@@ -173,7 +172,7 @@ def collect(
     with stage.noting(), evaluating(model), device_rules(model, config):
         config = with_sources(config, calibration, None, None)
         targets, _ = plan(model, config)
-        engine = make_engine(model, targets, PassSettings.of(config), progress=progress)
+        engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
         texts = read_texts(config, engine, tokenizer, sources, calibration=True)
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
@@ -199,7 +198,7 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
     with stage.noting(), evaluating(model):
         config = with_sources(config, None, None, None)
         targets, _ = plan(model, config)
-        engine = make_engine(model, targets, progress=progress)
+        engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, None, None, None)
         texts = read_texts(config, engine, tokenizer, sources, calibration=False)
         found: dict = {}
@@ -227,7 +226,7 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
         warnings.warn(f"--allocation {config.allocation} has no effect with --pattern {config.pattern}", stacklevel=2)
     targets, skipped = select_targets(*find_targets(model), config)
     check_model(model, targets, config)
-    check_finite(make_engine(model, targets))
+    check_finite(make_engine(model, targets, config))
     return targets, skipped
 
 

@@ -51,7 +51,7 @@ def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None)
             f"leave --fisher out, or measure others by fwanda calibrate"
         )
     targets, _ = find_targets(model)
-    given.check(targets, fisher=config.needs_fisher, weights=fingerprint(make_engine(model, targets)))
+    given.check(targets, fisher=config.needs_fisher, weights=fingerprint(make_engine(model, targets, config)))
 
 
 def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sources, given: Statistics | None) -> None:

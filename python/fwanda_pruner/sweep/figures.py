@@ -8,7 +8,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from ..config import RESPONSES, PruneConfig
+from ..config import PruneConfig
 from ..errors import UserError
 from ..formats.files import atomic_file, user_errors
 from .tables import Line
@@ -50,7 +50,7 @@ def draw(lines: list[Line], output: str | Path) -> list[Path]:
 
 def _matrices_differ(config: PruneConfig) -> bool:
     """Whether the allocation gives matrices different sparsities."""
-    return config.allocation in ("global", *RESPONSES)
+    return not config.fixes_matrix_totals
 
 
 def _of_matrices(line: Line, key: str) -> dict[str, float]:

@@ -96,7 +96,7 @@ def run(
         check_tasks(recipe.tasks, **asdict(tasks))
     with user_errors(Path(output)):
         folder.mkdir(parents=True, exist_ok=True)
-    engine = make_engine(model, find_targets(model)[0])
+    engine = make_engine(model, find_targets(model)[0], recipe.cells[0])
     names = {name for config in recipe.cells for name in (config.calibration, config.eval)}
     texts = {name: file_sha256(name) for name in names}
     sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
