@@ -8,7 +8,7 @@ import torch
 
 import fwanda_pruner
 from fwanda_pruner import PruneConfig
-from fwanda_pruner.config import METHODS
+from fwanda_pruner.methods_table import METHODS
 from fwanda_pruner.model.targets import find_targets
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fwanda_kernels as fk
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
-from fwanda_pruner.config import METHODS
 from fwanda_pruner.formats.audit import audit
+from fwanda_pruner.methods_table import METHODS
 from fwanda_pruner.model.targets import find_targets
 
 TOKENS = tiny.tokens(5, 24)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import fwanda_pruner
-from fwanda_pruner.config import METHODS
+from fwanda_pruner.methods_table import METHODS
 from fwanda_pruner.model.targets import find_targets
 
 VOCABULARY = 64

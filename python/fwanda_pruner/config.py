@@ -9,62 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from .errors import UserError, one_line
+from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
 
-
-@dataclass(frozen=True)
-class Method:
-    """Properties of a pruning method.
-
-    Attributes:
-        allocations: the allocations that the method accepts; the first is its default.
-        order: its default order.
-        scores_inputs: it ranks weights by |W| times the norm of their input column, so it needs x2. Then `uniform` also
-            rounds in each row, not in each matrix.
-        updates_weights: it prunes with a Hessian and updates the weights that stay, so it reads the calibration text
-            block by block.
-        weighs_rows: it multiplies the error of each row by omega^p, so it needs omega under every allocation. Under a
-            pattern, where that factor cancels, it weighs tokens instead.
-    """
-
-    allocations: tuple[str, ...]
-    order: str
-    scores_inputs: bool = False
-    updates_weights: bool = False
-    weighs_rows: bool = False
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Properties of an allocation.
-
-    Attributes:
-        fixes_matrix_totals: the settings alone say how many weights each matrix keeps.
-        reads_fisher: it needs omega.
-        responds: it runs text through the pruned model.
-    """
-
-    fixes_matrix_totals: bool = False
-    reads_fisher: bool = False
-    responds: bool = False
-
-
-ALLOCATIONS = {
-    "layer": Allocation(fixes_matrix_totals=True),
-    "uniform": Allocation(fixes_matrix_totals=True),
-    "row": Allocation(fixes_matrix_totals=True, reads_fisher=True),
-    "global": Allocation(reads_fisher=True),
-    "response": Allocation(reads_fisher=True, responds=True),
-    "auto": Allocation(reads_fisher=True, responds=True),
-}
-METHODS = {
-    "magnitude": Method(("layer",), "onepass"),
-    "wanda": Method(("uniform",), "onepass", scores_inputs=True),
-    "fwanda": Method(("global", "row", "uniform", "response", "auto"), "onepass", scores_inputs=True),
-    "sparsegpt": Method(("uniform",), "sequential", updates_weights=True),
-    "fsparsegpt": Method(
-        ("uniform", "row", "global", "response", "auto"), "sequential", updates_weights=True, weighs_rows=True
-    ),
-}
 GROUPS = {  # of settings, with their headings in --help
     "method": "what is pruned, and how",
     "fisher": "Fisher information",
@@ -77,8 +23,6 @@ GROUPS = {  # of settings, with their headings in --help
     "energy": "energy",
 }
 CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics depend on
-RESPONSES = tuple(name for name, allocation in ALLOCATIONS.items() if allocation.responds)
-FISHER_ALLOCATIONS = tuple(name for name, allocation in ALLOCATIONS.items() if allocation.reads_fisher)
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
@@ -330,14 +274,19 @@ class PruneConfig:
         return METHODS[self.method]
 
     @property
+    def _allocation(self) -> Allocation:
+        """The entry of ALLOCATIONS; of the method's default while the allocation is None."""
+        return ALLOCATIONS[self.allocation or self.traits.allocations[0]]
+
+    @property
     def needs_fisher(self) -> bool:
         """Whether omega changes the result. Under a pattern, where row scales cancel, only a response uses it."""
-        return self.responds or (self.nm is None and (self.traits.weighs_rows or self.allocation in FISHER_ALLOCATIONS))
+        return self.responds or (self.nm is None and (self.traits.weighs_rows or self._allocation.reads_fisher))
 
     @property
     def responds(self) -> bool:
         """Whether the allocation measures the pruned model; F-SparseGPT under a pattern uses its Hessian instead."""
-        return self.allocation in RESPONSES and (self.nm is None or self.traits.scores_inputs)
+        return self._allocation.responds and (self.nm is None or self.traits.scores_inputs)
 
     @property
     def weighs_tokens(self) -> bool:
@@ -362,7 +311,7 @@ class PruneConfig:
     @property
     def fixes_matrix_totals(self) -> bool:
         """Whether the settings alone say how many weights each matrix keeps."""
-        return self.nm is not None or (self.allocation is not None and ALLOCATIONS[self.allocation].fixes_matrix_totals)
+        return self.nm is not None or self._allocation.fixes_matrix_totals
 
     @property
     def needs_budgets(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_budgets
-from ..config import RESPONSES, PruneConfig
+from ..config import PruneConfig
 from ..engine.all_weights import check_finite
 from ..engine.device import evaluating
 from ..engine.engine import Engine, make_engine
@@ -103,7 +103,7 @@ class FWandaModifier(SparsityModifierBase):
         prune_n, m = self._prune_n, self._prune_m
         pattern = f"{kept_of(prune_n, m)}:{m}" if prune_n else None
         self._config = PruneConfig(method="fwanda", pattern=pattern, **settings).resolved()
-        if self.allocation in RESPONSES:
+        if self._config.responds:
             raise UserError(
                 f"allocation must be row, global or uniform, got {self.allocation}, which measures the pruned model; "
                 f"use fwanda_pruner.prune() for it"
