@@ -96,7 +96,7 @@ def test_a_start_from_the_beginning_counts_nothing_twice_and_draws_the_same_labe
 
 def test_mean_says_that_it_does_not_compile():
     with pytest.warns(
-        UserWarning, match="^--compile on is ignored here: this measurement needs uncompiled blocks"
+        UserWarning, match="^--compile on is ignored here: --fisher mean can only be measured in uncompiled blocks$"
     ) as warned:
         measure(tiny.llama(), tiny.tokens(3, LENGTH), "mean", compile="on")
     assert len(warned) == 1

@@ -1,6 +1,7 @@
 """The next-token loss on slices of the positions: never all logits at once, whatever the model does in its head."""
 
 import math
+import threading
 from functools import partial
 
 import oracle
@@ -56,6 +57,26 @@ def test_the_loss_begins_at_the_first_target(first_target):
     assert found.dtype == torch.float64 and found.shape == ()
     expected = oracle.losses(model, tokens)[:, first_target - 1 :].sum()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_finding_the_decoder_does_not_disturb_other_threads():
+    """The hook that finds it is global: another thread may run another model meanwhile."""
+    first, second = tiny.llama(), tiny.llama(seed=1)
+    expected = second(tiny.tokens(1, 8)).logits
+    inside, left, logits = threading.Event(), threading.Event(), []
+
+    def run() -> None:
+        inside.wait(60)
+        logits.append(second(tiny.tokens(1, 8)).logits)
+        left.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    handle = first.register_forward_pre_hook(lambda *_: (inside.set(), left.wait(60)) and None)
+    assert find_decoder(first) is first.model
+    handle.remove()
+    thread.join()
+    assert logits and torch.equal(logits[0], expected)
 
 
 def test_a_held_out_loss_that_is_not_finite_is_inf():

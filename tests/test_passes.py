@@ -9,6 +9,7 @@ import tiny
 import torch
 from measuring import MODELS, assert_close, batch_above, measure, out_of_memory, sums_of
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaForCausalLM
 
 import fwanda_pruner
 from fwanda_pruner.errors import UserError
@@ -182,6 +183,15 @@ def test_a_model_without_a_backward_pass_is_one_line(fault):
     with pytest.raises(UserError, match="inference_mode|lets no gradient through to its blocks"):
         measure(model, tiny.tokens(4, LENGTH))
     assert [parameter.requires_grad for parameter in model.parameters()] == before
+
+
+def test_a_trainable_model_made_under_inference_mode_is_pruned_where_no_gradient_is_needed():
+    with torch.inference_mode():
+        model = LlamaForCausalLM(tiny.llama().config)  # its parameters want gradients
+    report = fwanda_pruner.prune(model, method="wanda", calibration=tiny.tokens(16, LENGTH), progress=False)
+    assert report.sparsity["matrices"] == 0.5
+    with pytest.raises(UserError, match="inference_mode"):
+        fwanda_pruner.prune(model, method="fwanda", calibration=tiny.tokens(16, LENGTH), progress=False)
 
 
 def test_no_parameter_gets_a_gradient_and_those_that_want_one_still_do():

@@ -288,7 +288,7 @@ def test_calibration_with_checkpointing_makes_the_rounds_do_so():
 
 def test_compile_on_is_said_to_be_without_effect():
     engine, statistics, _ = prepared(settings=PassSettings(1, compile="on"))
-    with pytest.warns(UserWarning, match="--compile on is ignored here: this measurement needs uncompiled blocks"):
+    with pytest.warns(UserWarning, match="--compile on is ignored here: the pruned model can only be measured"):
         response(engine, statistics)
 
 

@@ -14,6 +14,7 @@ import tiny
 import torch
 from interrupt import interrupted_after
 
+import fwanda_pruner
 from fwanda_pruner import cli
 from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.errors import UserError
@@ -144,6 +145,30 @@ def test_resume_of_a_finished_run_verifies_it(argv, capsys, tmp_path):
     assert cli.main([*argv, "--resume"]) == 0
     assert capsys.readouterr().out.startswith("finished    ")
     assert kill.result(tmp_path / "out") == before
+
+
+def test_resume_of_a_finished_run_with_statistics_verifies_it(argv, capsys, tmp_path):
+    """The length of the evaluation windows then follows the statistics, whose text the command does not name."""
+    file = str(tmp_path / "statistics.safetensors")
+    model, text = argv[1], argv[argv.index("--calibration") + 1]
+    calibrate = ["calibrate", model, "--calibration", text, "--nsamples", "16", "--seqlen", "24", "--output", file]
+    assert cli.main(calibrate) == 0
+    command = ["prune", model, "--statistics", file, "--output", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    capsys.readouterr()
+    assert cli.main([*command, "--resume"]) == 0
+    assert capsys.readouterr().out.startswith("finished    ")
+
+
+def test_texts_that_share_memory_are_kept(tmp_path):
+    tokens = tiny.tokens(16, 24)
+    with RunState(tmp_path / "out") as state:
+        report = fwanda_pruner.prune(
+            tiny.llama(), method="wanda", calibration=tokens, eval=tokens[:3], state=state, progress=False
+        )
+        assert report.perplexity["windows"] == 3
+        calibration, evaluation = (state.recall("text")[0][name] for name in ("calibration", "evaluation"))
+        assert torch.equal(calibration, tokens) and torch.equal(evaluation, tokens[:3])
 
 
 def test_a_finished_run_of_another_command_is_not_taken_for_this_one(argv, capsys):

@@ -7,6 +7,7 @@ import oracle
 import pytest
 import tiny
 import torch
+from measuring import engine_of, out_of_memory
 
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
@@ -87,6 +88,35 @@ def test_an_allocation_without_a_budget_is_not_chosen():
     config = PruneConfig(method="fwanda", allocation="auto", sparsity="0.99").resolved()  # row keeps at least 1 a row
     losses = losses_of(tiny.llama(), candidates(config))
     assert losses["row"] == math.inf and math.isfinite(losses["uniform"])
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of memory")
+def test_memory_that_is_short_for_a_candidate_ends_the_search():
+    """It says nothing about the candidate, so no other may win in its place."""
+    model, fits = tiny.llama(), iter([True] * 3)
+    with out_of_memory(model.model.layers[0].mlp, lambda _x: not next(fits, False)):
+        with pytest.raises(UserError, match="does not fit the memory of cpu"):
+            losses_of(model, candidates(CONFIG))
+
+
+def test_a_pass_that_fails_under_masks_leaves_the_block_dense():
+    """The next attempt must not hold the copies of the last, nor select masks on masked weights."""
+    model = tiny.llama()
+    engine = engine_of(model)
+    dense = {name: weight.clone() for name, weight in model.state_dict().items()}
+    seen = []
+
+    def mask(weight):
+        seen.append(bool((weight == 0).any()))
+        return torch.zeros_like(weight, dtype=torch.bool)
+
+    calls = iter([True, True])
+    masks = {target.name: mask for target in engine.targets}
+    with out_of_memory(model.model.layers[0].mlp.down_proj, lambda _x: next(calls, False)):
+        with pytest.warns(UserWarning, match="ran out of memory"):
+            engine.mean_loss(tiny.tokens(4, 24), masks)
+    assert not any(seen)
+    assert all(torch.equal(weight, dense[name]) for name, weight in model.state_dict().items())
 
 
 def test_no_finite_loss_is_one_line():

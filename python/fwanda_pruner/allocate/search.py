@@ -120,9 +120,11 @@ def try_masks(
     losses = {}
     for name, config in tqdm(configs.items(), desc="try", unit="mask", disable=None if engine.progress else True):
         try:
-            losses[name] = held_out_loss(engine, held_out, masks_of(config, engine, statistics))
-        except UserError:
+            masks = masks_of(config, engine, statistics)
+        except UserError:  # the allocation has no budget
             losses[name] = math.inf
+        else:
+            losses[name] = held_out_loss(engine, held_out, masks)
     return losses
 
 

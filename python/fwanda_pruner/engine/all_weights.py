@@ -39,7 +39,7 @@ def check_finite(engine: Engine) -> None:
 
 def _refuse_not_finite(named: Iterable[tuple[str, Tensor]]) -> None:
     parameters = dict(named)
-    finite = torch.stack([p.isfinite().all() for p in parameters.values()]).tolist() if parameters else []
+    finite = torch.stack([p.detach().isfinite().all() for p in parameters.values()]).tolist() if parameters else []
     for name, good in zip(parameters, finite, strict=True):
         if not good:
             raise UserError(f"{name} has NaN or inf values: the checkpoint is broken, or too large for its dtype")

@@ -127,9 +127,10 @@ def run_windows(
         UserError: one window does not fit, or the blocks cannot be compiled and settings.compile is "on".
     """
     compile = settings.compile
-    if not sums.compilable and compile != "off":
+    if sums.uncompiled is not None and compile != "off":
         if compile == "on":
-            warnings.warn("--compile on is ignored here: this measurement needs uncompiled blocks", stacklevel=2)
+            message = f"--compile on is ignored here: {sums.uncompiled} can only be measured in uncompiled blocks"
+            warnings.warn(message, stacklevel=2)
         compile = "off"
     done, record = _begin(windows, sums, settings, unfinished)
     grow = settings.micro_batch is None and done == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -28,8 +29,10 @@ def find_decoder(model: nn.Module) -> nn.Module:
         UserError: the model calls no submodule.
     """
 
+    thread = threading.get_ident()  # the hook is global, and other threads may run other models
+
     def hook(module, _args):
-        if module is not model:
+        if module is not model and threading.get_ident() == thread:
             raise _FirstSubmodule(module)
 
     handle = register_module_forward_pre_hook(hook)

@@ -44,7 +44,7 @@ def masked_blocks(blocks: Sequence[nn.Module], targets: Sequence[Target], masks:
         if block_targets:
             handles += [
                 block.register_forward_pre_hook(mask_of(block_targets)),
-                block.register_forward_hook(restore),
+                block.register_forward_hook(restore, always_call=True),
             ]
     try:
         yield

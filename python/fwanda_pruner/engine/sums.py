@@ -16,11 +16,11 @@ class Sums:
 
     Attributes:
         modules: the modules that the hooks watch.
-        compilable: whether the hooks also work in blocks that torch.compile has compiled.
+        uncompiled: what cannot be measured in blocks that torch.compile has compiled; None: the hooks work there too.
     """
 
     modules: Sequence[nn.Module] = ()
-    compilable = True
+    uncompiled: str | None = None
 
     def __init__(self):
         self._totals: dict[str, Tensor] = {}

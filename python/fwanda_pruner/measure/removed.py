@@ -28,7 +28,7 @@ class RemovedWeightSums(Sums):
         masks: their masks.
     """
 
-    compilable = False
+    uncompiled = "the pruned model"
 
     def __init__(self, targets: Sequence[Target], masks: MaskFunctions):
         super().__init__()

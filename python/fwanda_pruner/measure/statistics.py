@@ -131,7 +131,8 @@ class Statistics:
         counted = all(isinstance(name, str) and type(n) is int and 0 <= n < 2**63 for name, n in counts)
         named = all(isinstance(value, (str, type(None))) for value in (self.tokens_sha256, self.fisher, self.weights))
         text = isinstance(self.text, dict) and set(self.text) <= set(settings_of("text"))
-        if not (counted and named and text and self.bos in (None, True, False)):
+        passes = self.passes is None or (isinstance(self.passes, dict) and "checkpointing" in self.passes)
+        if not (counted and named and text and passes and self.bos in (None, True, False)):
             raise ValueError("its values have the wrong types")
 
     def fingerprint(self) -> str:

@@ -65,7 +65,7 @@ def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, fk.LayerStatistics]:
 class SignedStatisticsSums(StatisticsSums):
     """Also sums the gradients themselves: `name.g1` [R] fp64, sum_t G_ti."""
 
-    compilable = False
+    uncompiled = "--fisher mean"
 
     def __enter__(self) -> SignedStatisticsSums:
         self._g1 = {key: tensor for key, tensor in self._totals.items() if key.endswith(".g1")}
@@ -95,7 +95,7 @@ class TokenSqGradSums(Sums):
         modules: name -> linear module.
     """
 
-    compilable = False
+    uncompiled = "the gradients of tokens"
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         super().__init__()
@@ -139,7 +139,7 @@ class HessianSums(Sums):
         token_weights: name -> [T] fp32, what each token counts; without an entry a token counts 1.
     """
 
-    compilable = False
+    uncompiled = "Hessians"
 
     def __init__(self, modules: Mapping[str, nn.Module], token_weights: Mapping[str, Tensor] | None = None):
         super().__init__()

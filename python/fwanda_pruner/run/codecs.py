@@ -26,7 +26,7 @@ def _encode_texts(texts: Texts) -> tuple[Tensors, dict]:
     tensors = {"calibration": texts.calibration, "evaluation": texts.evaluation}
     values = {"bos": texts.bos, "unread": None}
     if texts.held_out is not None:
-        tensors["held_out"] = texts.held_out.tokens.clone()  # they may be calibration windows: files share no memory
+        tensors["held_out"] = texts.held_out.tokens  # they may be calibration windows: files share no memory
         values["unread"] = texts.held_out.unread
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}, values
 

@@ -98,4 +98,6 @@ def _settings_to_compare(config: PruneConfig, model: str, statistics: str | None
     ignored = {name for name in settings_of("place") if settings[name] in (None, "auto")}  # the record has the result
     if statistics is not None:
         ignored.update(settings_of("text", "fisher"))  # the statistics bring their own text
+        if config.eval_seqlen == config.seqlen:  # the default, which followed the length of their windows
+            ignored.add("eval_seqlen")
     return {name: value for name, value in settings.items() if name not in ignored}

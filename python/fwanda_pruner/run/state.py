@@ -132,7 +132,8 @@ class RunState:
             return
         from safetensors.torch import save_file
 
-        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        # a tensor that views another one is written whole: safetensors refuses shared memory
+        on_cpu = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         text = json.dumps({"stage": stage, "facts": facts, "notes": self.notes})
         with atomic_file(self._path(stage)) as temporary:
             save_file(on_cpu, temporary, metadata={_FACTS: text, _SHA256: _hash(on_cpu, text)})
