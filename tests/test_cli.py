@@ -337,7 +337,7 @@ def test_interrupt_ends_in_one_line_and_leaves_nothing_unfinished(folder, tmp_pa
     pipe, runs = tmp_path / "calibration.txt", (tmp_path / ".out.resume").exists
     with interrupted_while_reading(pipe, tiny.text(800), runs):
         assert main(arguments(folder, tmp_path / "out", "--calibration", str(pipe))) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "fwanda: interrupted"
+    assert capsys.readouterr().err.splitlines()[-1] == "fwanda: interrupted; no stage was finished yet"
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.txt"]  # no stage was finished
 
 

@@ -407,7 +407,7 @@ def test_a_real_ctrl_c_is_one_line_with_a_hint_and_resume_finishes(folder, tmp_p
     run.send_signal(signal.SIGINT)
     error = run.communicate(timeout=120)[1]
     assert run.returncode == 130 and "Traceback" not in error, error
-    assert error.splitlines()[-1] == "fwanda: interrupted; the same command with --resume goes on"
+    assert error.splitlines()[-1] == "fwanda: interrupted; continue with the same command and --resume"
     assert not (tmp_path / "out").exists()
     done = subprocess.run([*argv, "--resume"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -78,7 +78,7 @@ def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(argv
         capsys.readouterr()
         interrupt(argv, after=stage)
         last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert last == "fwanda: interrupted; the same command with --resume goes on"
+        assert last == "fwanda: interrupted; continue with the same command and --resume"
         assert not (tmp_path / stage).exists() and (state_of(argv) / f"{stage}.safetensors").is_file()
         assert cli.main([*argv, "--resume"]) == 0
         assert kill.result(tmp_path / stage)[0] == expected and not state_of(argv).exists()
@@ -103,8 +103,9 @@ def test_without_resume_a_run_starts_afresh(argv, capsys):
     assert cli.main([*argv, "--allocation", "row"]) == 0
 
 
-def test_resume_without_a_state_starts_afresh(argv):
+def test_resume_without_a_state_starts_afresh_and_says_so(argv, capsys):
     assert cli.main([*argv, "--method", "wanda", "--resume"]) == 0
+    assert "no interrupted run was found: starting from the beginning" in capsys.readouterr().err
 
 
 def test_another_command_does_not_go_on(argv, capsys):

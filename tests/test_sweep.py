@@ -275,7 +275,7 @@ def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys):
     argv = ["sweep", str(tmp_path / "model"), path, "--output", str(tmp_path / "out"), "--eval", str(pipe)]
     with interrupted_while_reading(pipe, tiny.text(800), (tmp_path / "out" / "cells").exists):
         assert cli.main(argv) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "fwanda: interrupted; the same command goes on"
+    assert capsys.readouterr().err.splitlines()[-1] == "fwanda: interrupted; continue with the same command"
 
 
 def test_tasks_are_checked_before_the_model_is_read(recipe, tmp_path, capsys):

@@ -83,11 +83,11 @@ def _add_prune(commands) -> None:
     parser = _command(commands, "prune", _prune, "prune a model and write it as a Hugging Face folder")
     _add_model(parser)
     parser.add_argument("--output", metavar="DIR", help="folder to write; it appears complete or not at all")
-    parser.add_argument("--overwrite", action="store_true", help="replace DIR, whatever it holds")
+    parser.add_argument("--overwrite", action="store_true", help="delete what DIR holds and write the result there")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue an interrupted run of the same command; if that run finished, compare DIR with its report",
+        help="continue an interrupted run of the same command; if it had finished, only check the zeros in DIR",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list every matrix and how much of it would go, and write nothing"
@@ -98,7 +98,7 @@ def _add_prune(commands) -> None:
     parser.add_argument(
         "--statistics",
         metavar="FILE",
-        help="statistics of the dense model, written by `fwanda calibrate` (the default of --order is then onepass)",
+        help="statistics of the dense model, written by `fwanda calibrate`; --order then defaults to onepass",
     )
     _add_settings(parser, *GROUPS)
 
@@ -297,6 +297,8 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
     from .run.state import RunState
 
     with RunState(args.output, resume=args.resume) as state:
+        if args.resume and not state.resumed:
+            print("no interrupted run was found: starting from the beginning", file=sys.stderr)
         with timed(seconds := {}, StageName.LOAD):
             model, tokenizer = _load(args, config)
         copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
@@ -322,7 +324,7 @@ def _print_plan(model, config: PruneConfig) -> None:
         rows, cols = target.shape
         goes = rows * cols - asked(config, target)
         place = "" if target.slice_of is None else f"  = {target.parameter}[{target.slice_of.index}]"
-        removes = goes if config.fixes_matrix_totals else "by its Fisher information"
+        removes = goes if config.fixes_matrix_totals else "a share that the Fisher information decides"
         print(f"{target.name}  [{rows}, {cols}]  removes {removes}{place}")
         size, removed = size + rows * cols, removed + goes
     for item in skipped:
@@ -409,7 +411,7 @@ def _sweep(args: argparse.Namespace) -> None:
     try:
         cells = run(model, tokenizer, recipe, args.output, source=args.model, tasks=TaskSettings(**settings))
     except KeyboardInterrupt as interrupt:
-        interrupt.args = ("the same command goes on",)
+        interrupt.args = ("continue with the same command",)
         raise
     lines = lines_of(recipe.cells, cells)
     paths = write_tables(lines, args.output) + draw(lines, args.output)

@@ -79,8 +79,8 @@ class PruneConfig:
     power: float = _setting(
         "method",
         0.5,
-        "exponent p of omega^p: for the row allocation, and for the rows that F-SparseGPT weighs (under a pattern, the "
-        "tokens); the response allocation does not use it",
+        "exponent p of the Fisher information omega: in the row allocation, and in F-SparseGPT's weights of rows (of "
+        "tokens under a pattern); the response allocation does not use it",
         type=float,
     )
     row_exponent: float = _setting(
@@ -93,7 +93,7 @@ class PruneConfig:
         "method",
         None,
         "the model on which the inputs of the layers are measured. onepass: the dense model; sequential: the model "
-        "whose earlier blocks are pruned; true-sequential: also behind the matrices pruned before in the same block "
+        "whose earlier blocks are pruned; true-sequential: also after the matrices already pruned in the same block "
         "(default: sequential for sparsegpt and fsparsegpt, onepass for the others)",
         ("onepass", "sequential", "true-sequential"),
     )
@@ -135,12 +135,15 @@ class PruneConfig:
         "wikitext2)",
     )
     eval_seqlen: int | None = _setting(
-        "eval", None, "tokens in an evaluation window (default: the same as --seqlen, 2048)", type=int
+        "eval", None, "tokens in an evaluation window (default: the value of --seqlen)", type=int
     )
     eval_windows: int | None = _setting("eval", None, "evaluate only the first N windows (default: all)", type=int)
     device: str = _setting("place", "auto", "cpu, cuda, cuda:N, or auto: cuda if there is a GPU, else cpu")
     dtype: str | None = _setting(
-        "place", None, "dtype to compute and to write in (default: as the model is stored; GGUF: float32)", DTYPES
+        "place",
+        None,
+        "dtype to compute in, and of what is written (default: as the model is stored; GGUF: float32)",
+        DTYPES,
     )
     micro_batch: str = _setting(
         "passes",

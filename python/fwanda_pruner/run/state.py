@@ -72,10 +72,11 @@ class RunState:
         """Leaves the finished stages for --resume, and removes a folder that has none."""
         if self.folder is None:
             return
-        if all(path == self._path(_RUN) for path in self.folder.glob("*.safetensors")):
+        saved = any(path != self._path(_RUN) for path in self.folder.glob("*.safetensors"))
+        if not saved:
             self.remove()
-        elif isinstance(error, KeyboardInterrupt):
-            error.args = ("the same command with --resume goes on",)
+        if isinstance(error, KeyboardInterrupt):
+            error.args = ("continue with the same command and --resume" if saved else "no stage was finished yet",)
 
     def identify(self, facts: dict) -> None:
         """Records which run this is, or checks that it is the interrupted one. Call it before recall().
