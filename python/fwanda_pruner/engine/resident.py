@@ -159,11 +159,14 @@ class ResidentEngine:
     ) -> dict[str, Tensor]:
         """name -> [R] int64: weights kept in each row when the `total` largest scores of all named matrices are kept.
 
-        The score is |W_ij| * column_scale_j * row_scale_i; ties as fk.select_threshold(). All weights lie here, so one
-        call counts them together.
+        The score is |W_ij| * column_scale_j * row_scale_i; ties as fk.select_threshold(). An engine that
+        does not hold all weights at once must add up histograms of the scores block by block instead.
         """
         names = list(row_scales)
-        weights = {target.name: target.weight for target in self.targets}
+        weights: dict[str, Tensor] = {}
+        for index in range(self.block_count):
+            with self.block(index) as block:
+                weights |= block.weights  # they stay in memory: one call can count them all
         counts = fk.select_threshold(
             [weights[name] for name in names], list(row_scales.values()), [column_scales[name] for name in names], total
         )
