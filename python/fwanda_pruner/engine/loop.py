@@ -203,7 +203,7 @@ def _passes(
             if not record.compiled and _should_compile(windows, compile, seconds[False], done, size):
                 record.compiled, counts = True, _whole_counts(sums, done * windows.length)
             on = record.compiled and whole
-            with compiled.on(on), _timed(windows.device, seconds[on], whole):
+            with compiled.on(on), _timed(windows.device, seconds[on], whole and compile != "off"):
                 windows.run(done, size)
             done += size
             yield size
@@ -259,9 +259,9 @@ def _checkpointed(windows: Windows, on: bool) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _timed(device: torch.device, seconds: list[float], whole: bool) -> Iterator[None]:
-    """Times the first two whole passes of a kind; later ones do not wait for the device."""
-    if not whole or len(seconds) > 1:
+def _timed(device: torch.device, seconds: list[float], wanted: bool) -> Iterator[None]:
+    """Times the first two passes of a kind, where compiling is a question. Other passes do not wait for the device."""
+    if not wanted or len(seconds) > 1:
         yield
         return
     _synchronize(device)
