@@ -159,6 +159,8 @@ def test_resume_of_a_finished_run_with_statistics_verifies_it(argv, capsys, tmp_
     capsys.readouterr()
     assert cli.main([*command, "--resume"]) == 0
     assert capsys.readouterr().out.startswith("finished    ")
+    assert cli.main([*command, "--eval", text, "--eval-seqlen", "12", "--resume"]) == 2
+    assert "is finished with" in capsys.readouterr().err
 
 
 def test_texts_that_share_memory_are_kept(tmp_path):

@@ -69,7 +69,7 @@ def verify_finished(output: str | Path, config: PruneConfig, *, model: str, stat
     """
     remove_leftovers(output)
     report = Report.load(output)
-    for key, value in _settings_to_compare(config, model, statistics).items():
+    for key, value in _settings_to_compare(report, config, model, statistics).items():
         if report.config.get(key) != value:
             raise UserError(
                 f"{output} is finished with {key} {report.config.get(key)!r}, this command has {value!r}; choose "
@@ -92,12 +92,12 @@ def _expected_zeros(report: Report) -> dict[str, ZeroCount]:
     }
 
 
-def _settings_to_compare(config: PruneConfig, model: str, statistics: str | None) -> dict:
+def _settings_to_compare(report: Report, config: PruneConfig, model: str, statistics: str | None) -> dict:
     """The settings of a command that its record must repeat."""
     settings = {**config.without("energy"), "model": model, "statistics": statistics}
     ignored = {name for name in settings_of("place") if settings[name] in (None, "auto")}  # the record has the result
     if statistics is not None:
         ignored.update(settings_of("text", "fisher"))  # the statistics bring their own text
-        if config.eval_seqlen == config.seqlen:  # the default, which followed the length of their windows
-            ignored.add("eval_seqlen")
+        if config.eval_seqlen == config.seqlen:  # the default follows the length of their windows
+            settings["eval_seqlen"] = report.config.get("seqlen")
     return {name: value for name, value in settings.items() if name not in ignored}
