@@ -14,26 +14,34 @@ from ..engine.loop import PassRecord
 from ..measure.statistics import Statistics
 from ..methods.block_loop import PrunedBlock
 from ..report.record import MatrixRow
+from ..text.domains import Domain
 from .stage import Codec
-from .texts import HeldOut, Texts
+from .texts import Texts
 
 NUMBER: Codec[float] = Codec(lambda number: ({}, number), lambda _, number: number)
+TOKENS: Codec[Tensor] = Codec(lambda tokens: ({"tokens": tokens}, None), lambda tensors, _: tensors["tokens"])
+LOSSES: Codec[dict] = Codec(lambda losses: ({}, losses), lambda _, losses: losses)
+_DOMAIN_TENSORS, _DOMAIN_VALUES = ("reported", "choice"), ("source", "calibrated", "guard", "unread")
 
 Tensors = dict[str, Tensor]
 
 
 def _encode_texts(texts: Texts) -> tuple[Tensors, dict]:
-    tensors = {"calibration": texts.calibration, "evaluation": texts.evaluation}
-    values = {"bos": texts.bos, "unread": None}
-    if texts.held_out is not None:
-        tensors["held_out"] = texts.held_out.tokens  # they may be calibration windows: files share no memory
-        values["unread"] = texts.held_out.unread
+    tensors = {name: getattr(texts, name) for name in ("calibration", "labels", "evaluation")}
+    for i, domain in enumerate(texts.domains):  # clones: files share no memory, and windows may serve two purposes
+        tensors |= {f"domain{i}.{part}": getattr(domain, part).clone() for part in _DOMAIN_TENSORS}
+    domains = [{name: getattr(domain, name) for name in _DOMAIN_VALUES} for domain in texts.domains]
+    values = {"bos": texts.bos, "domains": domains}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}, values
 
 
 def _decode_texts(tensors: Tensors, values: dict) -> Texts:
-    held_out = HeldOut(tensors["held_out"], values["unread"]) if "held_out" in tensors else None
-    return Texts(tensors.get("calibration"), tensors.get("evaluation"), held_out, values["bos"])
+    domains = [
+        Domain(**facts, **{part: tensors[f"domain{i}.{part}"] for part in _DOMAIN_TENSORS})
+        for i, facts in enumerate(values["domains"])
+    ]
+    known = {name: tensors.get(name) for name in ("calibration", "labels", "evaluation")}
+    return Texts(**known, domains=tuple(domains), bos=values["bos"])
 
 
 TEXTS: Codec[Texts] = Codec(_encode_texts, _decode_texts)
@@ -63,7 +71,7 @@ def choice_codec(device: torch.device) -> Codec[Choice]:
 
 def round_codec(device: torch.device) -> Codec[Round]:
     def encode(state: Round) -> tuple[Tensors, dict]:
-        values = {"loss": state.loss, "micro_batch": state.micro_batch, "checkpointing": state.checkpointing}
+        values = {"losses": state.losses, "micro_batch": state.micro_batch, "checkpointing": state.checkpointing}
         return state.scales.tensors(), values
 
     return Codec(encode, lambda tensors, values: Round(ScoreScales.of_tensors(tensors, device), **values))
