@@ -91,7 +91,7 @@ def _obs_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
 
 
 def _removed_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
-    tile, options = {"BLOCK_R": removed.BLOCK_R, "BLOCK_B": removed.BLOCK_B}, {"num_warps": removed.WARPS}
+    tile, options = {"BLOCK_R": removed.BLOCK_R, "BLOCK_C": removed.BLOCK_C}, {"num_warps": removed.WARPS}
     yield "pack_mask", removed._pack_mask_kernel, ["*u8", "*u8", "i32", "i32", *strides], tile, options
     types = [weight, "*u8", weight, "i32", "i32"]
     yield "masked_weight", removed._masked_weight_kernel, [*types, *strides], tile, options

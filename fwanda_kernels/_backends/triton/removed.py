@@ -1,6 +1,6 @@
 """Packed masks, and a product whose tiles are added up by rows and by columns instead of written.
 
-Convention: a tile of a weight is [R, B, 8]: B bytes of its packed mask and the 8 columns of each. Each program of
+Convention: tiles begin at multiples of 8 columns, where a byte of the packed mask begins. Each program of
 removed_sums() writes the sums of its tile to partial [tiles, R] and [tiles, C] fp32, which are then added in fp64.
 """
 
@@ -13,51 +13,54 @@ from torch import Tensor
 
 from .common import exact_float, on_device, serves
 
-BLOCK_R, BLOCK_B, WARPS = 32, 32, 4
+BLOCK_R, BLOCK_C, WARPS = 32, 256, 4
 BAND = 8  # tile rows that run together, so that they find x in the cache
 
 
 @triton.jit
-def _tile(rows, cols, first_r, first_b, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Rows [R, 1, 1], bytes [1, B, 1] and columns [1, B, 8] of a tile, and which weights [R, B, 8] lie inside."""
-    r = (first_r + tl.arange(0, BLOCK_R))[:, None, None]
-    b = (first_b + tl.arange(0, BLOCK_B))[None, :, None]
-    c = b * 8 + tl.arange(0, 8)[None, None, :]
-    return r, b, c, (r < rows) & (c < cols)
+def _tile(rows, cols, first_r, first_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Rows [R, 1] and columns [1, C] of a tile, and which weights lie inside."""
+    r = (first_r + tl.arange(0, BLOCK_R))[:, None]
+    c = (first_c + tl.arange(0, BLOCK_C))[None, :]
+    return r, c, (r < rows) & (c < cols)
 
 
 @triton.jit
-def _load(weight, packed, rows, cols, stride_r, stride_c, first_r, first_b,
-          BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):  # fmt: skip
+def _load(weight, packed, rows, cols, stride_r, stride_c, first_r, first_c,
+          BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """Weights of a tile and whether each is kept; beyond the matrix a weight is 0."""
-    r, b, c, inside = _tile(rows, cols, first_r, first_b, BLOCK_R, BLOCK_B)
-    count = (cols + 7) // 8
-    byte = tl.load(packed + r.to(tl.int64) * count + b, mask=(r < rows) & (b < count), other=0)
+    r, c, inside = _tile(rows, cols, first_r, first_c, BLOCK_R, BLOCK_C)
     w = tl.load(weight + r.to(tl.int64) * stride_r + c.to(tl.int64) * stride_c, mask=inside, other=0.0)
-    return w, (byte.to(tl.int32) >> tl.arange(0, 8)[None, None, :]) & 1 != 0
+    count = (cols + 7) // 8
+    r, b, inside = _tile(rows, count, first_r, first_c // 8, BLOCK_R, BLOCK_C // 8)
+    byte = tl.load(packed + r.to(tl.int64) * count + b, mask=inside, other=0).to(tl.int32)
+    bits = (byte[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return w, tl.reshape(bits, (BLOCK_R, BLOCK_C)) != 0
 
 
 @triton.jit
-def _pack_mask_kernel(mask, packed, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr):
-    r, b, c, inside = _tile(rows, cols, tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_B, BLOCK_R, BLOCK_B)
-    kept = tl.load(mask + r.to(tl.int64) * stride_r + c.to(tl.int64) * stride_c, mask=inside, other=0)
-    byte = tl.sum(kept.to(tl.int32) << tl.arange(0, 8)[None, None, :], axis=2, keep_dims=True)
+def _pack_mask_kernel(mask, packed, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    first_r, first_c = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
+    r, c, inside = _tile(rows, cols, first_r, first_c, BLOCK_R, BLOCK_C)
+    kept = tl.load(mask + r.to(tl.int64) * stride_r + c.to(tl.int64) * stride_c, mask=inside, other=0).to(tl.int32)
+    byte = tl.sum(tl.reshape(kept << c % 8, (BLOCK_R, BLOCK_C // 8, 8)), axis=2)
     count = (cols + 7) // 8
-    tl.store(packed + r.to(tl.int64) * count + b, byte.to(tl.uint8), mask=(r < rows) & (b < count))
+    r, b, inside = _tile(rows, count, first_r, first_c // 8, BLOCK_R, BLOCK_C // 8)
+    tl.store(packed + r.to(tl.int64) * count + b, byte.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _masked_weight_kernel(
-    weight, packed, out, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr
+    weight, packed, out, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    first_r, first_b = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_B
-    w, kept = _load(weight, packed, rows, cols, stride_r, stride_c, first_r, first_b, BLOCK_R, BLOCK_B)
-    r, _, c, inside = _tile(rows, cols, first_r, first_b, BLOCK_R, BLOCK_B)
+    first_r, first_c = tl.program_id(0) * BLOCK_R, tl.program_id(1) * BLOCK_C
+    w, kept = _load(weight, packed, rows, cols, stride_r, stride_c, first_r, first_c, BLOCK_R, BLOCK_C)
+    r, c, inside = _tile(rows, cols, first_r, first_c, BLOCK_R, BLOCK_C)
     tl.store(out + r.to(tl.int64) * cols + c, tl.where(kept, w, 0.0), mask=inside)
 
 
 def _grid(rows: int, cols: int) -> tuple[int, int]:
-    return triton.cdiv(rows, BLOCK_R), triton.cdiv(cols, 8 * BLOCK_B)
+    return triton.cdiv(rows, BLOCK_R), triton.cdiv(cols, BLOCK_C)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ def pack_mask(mask: Tensor) -> Tensor:
     with on_device(mask):
         _pack_mask_kernel[_grid(rows, cols)](
             mask.view(torch.uint8), packed, rows, cols, *mask.stride(),
-            BLOCK_R=BLOCK_R, BLOCK_B=BLOCK_B, num_warps=WARPS,
+            BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
         )  # fmt: skip
     return packed
 
@@ -81,7 +84,7 @@ def masked_weight(weight: Tensor, packed: Tensor) -> Tensor:
     with on_device(weight):
         _masked_weight_kernel[_grid(rows, cols)](
             weight, packed.contiguous(), out, rows, cols, *weight.stride(),
-            BLOCK_R=BLOCK_R, BLOCK_B=BLOCK_B, num_warps=WARPS,
+            BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
         )  # fmt: skip
     return out
 
@@ -96,7 +99,7 @@ def _place(program, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BA
 
 
 @triton.jit
-def _gains(slope, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_b, STRIP: tl.constexpr):
+def _gains(slope, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_c, STRIP: tl.constexpr):
     """Sums of -slope * weight over the removed weights of a tile: returned by rows, written by columns.
 
     Takes the columns in strips to save registers.
@@ -106,20 +109,20 @@ def _gains(slope, weight, packed, col_sums, rows, cols, stride_r, stride_c, firs
     if BLOCK_C > STRIP:
         HALF: tl.constexpr = BLOCK_C // 2
         left, right = tl.split(tl.permute(tl.reshape(slope, (BLOCK_R, 2, HALF)), (0, 2, 1)))
-        sums = _gains(left, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_b, STRIP)
-        first_b += HALF // 8
-        sums += _gains(right, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_b, STRIP)
+        sums = _gains(left, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_c, STRIP)
+        first_c += HALF
+        sums += _gains(right, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_c, STRIP)
     else:
-        w, kept = _load(weight, packed, rows, cols, stride_r, stride_c, first_r, first_b, BLOCK_R, BLOCK_C // 8)
-        removed = exact_float(tl.reshape(tl.where(kept, 0.0, w), (BLOCK_R, BLOCK_C)))
+        w, kept = _load(weight, packed, rows, cols, stride_r, stride_c, first_r, first_c, BLOCK_R, BLOCK_C)
+        removed = exact_float(tl.where(kept, 0.0, w))
         gain = tl.where(removed != 0, -slope * removed, 0.0)  # a NaN at a kept weight does not count
-        c = first_b * 8 + tl.arange(0, BLOCK_C)
+        c = first_c + tl.arange(0, BLOCK_C)
         tl.store(col_sums + c, tl.sum(gain, axis=0), mask=c < cols)
         sums = tl.sum(gain, axis=1)
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _removed_sums_kernel(
     gradient, x, weight, packed, row_sums, col_sums, tokens, rows, cols,
     gradient_stride, x_stride, stride_r, stride_c,
@@ -138,9 +141,9 @@ def _removed_sums_kernel(
         slope = tl.dot(tl.trans(a), b, slope)
         left += (tl.zeros((), tl.int64) + BLOCK_T) * gradient_stride
         right += (tl.zeros((), tl.int64) + BLOCK_T) * x_stride
-    first_r, first_b = tile_r * BLOCK_R, tile_c * (BLOCK_C // 8)
+    first_r, first_c = tile_r * BLOCK_R, tile_c * BLOCK_C
     col_sums += tile_r.to(tl.int64) * cols
-    sums = _gains(slope, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_b, STRIP)
+    sums = _gains(slope, weight, packed, col_sums, rows, cols, stride_r, stride_c, first_r, first_c, STRIP)
     r = first_r + tl.arange(0, BLOCK_R)
     tl.store(row_sums + tile_c.to(tl.int64) * rows + r, sums, mask=r < rows)
 
