@@ -12,15 +12,16 @@ import transformers
 from measuring import LARGE_VOCABULARY, SLICE, engine_of, slices_of
 from torch import nn
 
-from fwanda_pruner.allocate.masks import held_out_loss
-from fwanda_pruner.engine.losses import backward_of_summed_loss, find_decoder, sample_labels, summed_loss
+from fwanda_pruner.allocate.judge import domain_losses
+from fwanda_pruner.engine.losses import backward_of_summed_loss, find_decoder, sample_labels, summed_losses
+from fwanda_pruner.engine.loop import PassSettings
 from fwanda_pruner.engine.sums import Sums
 
 
 def run(model, tokens, kind: str) -> None:
     engine = engine_of(model, micro_batch=len(tokens))
     if kind == "loss":
-        engine.mean_loss(tokens)
+        engine.window_losses(tokens)
         return
     engine.measure(tokens, Sums(), backward=True, label_seed=0 if kind == "drawn" else None)
 
@@ -45,17 +46,21 @@ def test_the_slices_differ_by_at_most_one_position(samples, length, expected):
 
 
 @pytest.mark.parametrize("vocabulary, samples, length", [(64, 3, 24), (LARGE_VOCABULARY, 1, 80)])
-def test_the_mean_loss_is_that_of_whole_logits(vocabulary, samples, length):
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_the_loss_of_each_window_is_that_of_whole_logits(vocabulary, samples, length, micro_batch):
     model, tokens = tiny.llama(vocab_size=vocabulary), tiny.tokens(samples, length)
-    assert engine_of(model).mean_loss(tokens) == pytest.approx(float(oracle.losses(model, tokens).mean()), rel=1e-6)
+    settings = PassSettings(micro_batch, compile="off")
+    found = engine_of(model).window_losses(tokens, settings=settings)
+    assert found.dtype == torch.float64 and found.device.type == "cpu"
+    torch.testing.assert_close(found, oracle.losses(model, tokens).double().mean(1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("first_target", [1, 2, 10])
 def test_the_loss_begins_at_the_first_target(first_target):
     model, tokens = tiny.llama(), tiny.tokens(3, 24)
-    found = summed_loss(model, find_decoder(model), tokens, first_target=first_target)
-    assert found.dtype == torch.float64 and found.shape == ()
-    expected = oracle.losses(model, tokens)[:, first_target - 1 :].sum()
+    found = summed_losses(model, find_decoder(model), tokens, first_target=first_target)
+    assert found.dtype == torch.float64 and found.shape == (3,)
+    expected = oracle.losses(model, tokens)[:, first_target - 1 :].sum(1).double()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
@@ -82,8 +87,8 @@ def test_finding_the_decoder_does_not_disturb_other_threads():
 def test_a_held_out_loss_that_is_not_finite_is_inf():
     model = tiny.llama(tie_word_embeddings=False)
     model.lm_head.weight.data[3] = math.nan
-    assert math.isnan(engine_of(model).mean_loss(tiny.tokens(2, 24)))
-    assert held_out_loss(engine_of(model), tiny.tokens(2, 24)) == math.inf
+    assert engine_of(model).window_losses(tiny.tokens(2, 24)).isnan().all()
+    assert domain_losses(engine_of(model), {"text": tiny.tokens(2, 24)}) == {"text": math.inf}
 
 
 def gemma2(cap: float | None, vocabulary: int = LARGE_VOCABULARY):
@@ -112,9 +117,9 @@ def test_the_backward_pass_keeps_what_the_model_does_after_its_decoder(vocabular
 
 def test_the_loss_keeps_what_the_model_does_after_its_decoder():
     capped, plain, ids = gemma2(0.1, 64), gemma2(None, 64), tiny.tokens(2, 24)
-    losses = [summed_loss(model, find_decoder(model), ids) for model in (capped, plain)]
-    torch.testing.assert_close(losses[0], oracle.losses(capped, ids).sum(), rtol=1e-6, atol=0)
-    assert losses[0] != losses[1]
+    losses = [summed_losses(model, find_decoder(model), ids) for model in (capped, plain)]
+    torch.testing.assert_close(losses[0], oracle.losses(capped, ids).sum(1).double(), rtol=1e-6, atol=0)
+    assert not torch.equal(*losses)
 
 
 @pytest.mark.parametrize("build", [tiny.llama, partial(tiny.build, "gpt2"), partial(tiny.build, "llava")])
