@@ -38,8 +38,11 @@ _RANGES = {
 }
 
 
-def _setting(group: str, default, help: str, choices: tuple | None = None, type: type = str):
-    return field(default=default, metadata={"group": group, "help": help, "choices": choices, "type": type})
+def _setting(
+    group: str, default, help: str, choices: tuple | None = None, type: type = str, metavar: str | None = None
+):
+    metadata = {"group": group, "help": help, "choices": choices, "type": type, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class PruneConfig:
     """What to prune, how, and on which text.
 
     A setting whose default depends on other settings is None until resolved() fills it in. The metadata of each field
-    hold its group (a key of GROUPS), its help text, its choices and its type.
+    hold its group (a key of GROUPS), its help text, its choices, its type and the name of its value in --help.
 
     Raises:
         UserError: a value is not allowed, or two settings contradict each other.
@@ -98,10 +101,10 @@ class PruneConfig:
         ("onepass", "sequential", "true-sequential"),
     )
     include: tuple[str, ...] = _setting(
-        "method", (), "prune only the matrices whose names match GLOB; may be repeated", type=list
+        "method", (), "prune only the matrices whose names match GLOB; may be repeated", type=list, metavar="GLOB"
     )
     exclude: tuple[str, ...] = _setting(
-        "method", (), "leave the matrices whose names match GLOB dense; may be repeated", type=list
+        "method", (), "leave the matrices whose names match GLOB dense; may be repeated", type=list, metavar="GLOB"
     )
     fisher: str | None = _setting(
         "fisher",
@@ -128,11 +131,13 @@ class PruneConfig:
         "window: always",
         ("auto", "none", "window"),
     )
-    eval: str | None = _setting(
+    eval: tuple[str, ...] = _setting(
         "eval",
-        None,
-        "text for perplexity: a file, wikitext2, sample, or the name of a data set (default: none; in `fwanda eval`: "
-        "wikitext2)",
+        (),
+        "text for perplexity: a file, wikitext2, code, sample, or the name of a data set; may be repeated (default: "
+        "none; in `fwanda eval`: wikitext2)",
+        type=list,
+        metavar="TEXT",
     )
     eval_seqlen: int | None = _setting(
         "eval", None, "tokens in an evaluation window (default: the value of --seqlen)", type=int
@@ -186,7 +191,9 @@ class PruneConfig:
         for name in ("sparsity", "micro_batch"):  # numbers in YAML
             if isinstance(getattr(self, name), (int, float)):
                 object.__setattr__(self, name, _show(getattr(self, name)))
-        for name in ("include", "exclude"):
+        if isinstance(self.eval, str):
+            object.__setattr__(self, "eval", (self.eval,))
+        for name in ("include", "exclude", "eval"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for f in fields(self):
@@ -201,6 +208,8 @@ class PruneConfig:
             )
         if self.method == "magnitude" and self.order not in (None, "onepass"):
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
+        if repeated := [text for text in self.eval if self.eval.count(text) > 1]:
+            raise UserError(f"--eval {_show(repeated[0])} is given twice; give each text once")
         self._check_sparsity()
         if self.weighs_tokens and self.fisher == "mean":
             raise UserError("--fisher mean has no weight for a token; choose empirical or true with --pattern")
@@ -216,10 +225,10 @@ class PruneConfig:
         if kind is str and not isinstance(value, str):
             hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
             raise UserError(f"{flag(name)} must be text, got {_show(value)}{hint}")
-        if kind is str and "\0" in value:
+        if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
+            raise UserError(f"{flag(name)} must be a list of {metadata['metavar']}s, got {_show(value)}")
+        if any("\0" in text for text in ((value,) if kind is str else value if kind is list else ())):
             raise UserError(f"{flag(name)} holds a null character, got {_show(value)}")
-        if kind is list and not (isinstance(value, tuple) and all(isinstance(glob, str) for glob in value)):
-            raise UserError(f"{flag(name)} must be a list of globs, got {_show(value)}")
         if kind is bool and not isinstance(value, bool):
             raise UserError(f"{flag(name)} must be true or false, got {_show(value)}")
         if kind is int:
