@@ -18,13 +18,15 @@ from .stage import Codec
 from .texts import HeldOut, Texts
 
 NUMBER: Codec[float] = Codec(lambda number: ({}, number), lambda _, number: number)
+NUMBERS: Codec[dict[str, float]] = Codec(lambda numbers: ({}, numbers), lambda _, numbers: numbers)
 
 Tensors = dict[str, Tensor]
 
 
 def _encode_texts(texts: Texts) -> tuple[Tensors, dict]:
-    tensors = {"calibration": texts.calibration, "evaluation": texts.evaluation}
-    values = {"bos": texts.bos, "unread": None}
+    tensors = {"calibration": texts.calibration}
+    tensors |= {f"evaluation-{i}": windows for i, windows in enumerate(texts.evaluation.values())}
+    values = {"bos": texts.bos, "unread": None, "evaluation": list(texts.evaluation)}
     if texts.held_out is not None:
         tensors["held_out"] = texts.held_out.tokens  # they may be calibration windows: files share no memory
         values["unread"] = texts.held_out.unread
@@ -33,7 +35,8 @@ def _encode_texts(texts: Texts) -> tuple[Tensors, dict]:
 
 def _decode_texts(tensors: Tensors, values: dict) -> Texts:
     held_out = HeldOut(tensors["held_out"], values["unread"]) if "held_out" in tensors else None
-    return Texts(tensors.get("calibration"), tensors.get("evaluation"), held_out, values["bos"])
+    evaluation = {source: tensors[f"evaluation-{i}"] for i, source in enumerate(values["evaluation"])}
+    return Texts(tensors.get("calibration"), evaluation, held_out, values["bos"])
 
 
 TEXTS: Codec[Texts] = Codec(_encode_texts, _decode_texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -25,19 +26,20 @@ class Sources:
     """Where the texts come from.
 
     Attributes:
-        calibration, evaluation: a source by name, or token ids [S, L] int64; evaluation may be None.
+        calibration: a source by name, or token ids [S, L] int64.
+        evaluation: name in the record -> the same.
         bos: whether windows begin with BOS; None: decide by the loss of the dense model.
     """
 
     calibration: str | Tensor
-    evaluation: str | Tensor | None
+    evaluation: dict[str, str | Tensor]
     bos: bool | None
 
-    def identity(self) -> dict[str, str | None]:
-        """Hashes that tell these texts from others."""
-        texts = {"calibration_sha256": self.calibration, "eval_sha256": self.evaluation}
+    def identity(self) -> dict[str, Any]:
+        """Hashes, as JSON values, that tell these texts from others."""
         return {
-            name: tokens_sha256(text) if isinstance(text, Tensor) else file_sha256(text) for name, text in texts.items()
+            "calibration_sha256": _text_sha256(self.calibration),
+            "eval_sha256": [_text_sha256(text) for text in self.evaluation.values()],
         }
 
 
@@ -59,13 +61,14 @@ class Texts:
     """What a run reads; None where it reads nothing.
 
     Attributes:
-        calibration, evaluation: [S, L] int64 windows on the CPU.
+        calibration: [S, L] int64 windows on the CPU.
+        evaluation: source -> the same, in the order of the record.
         held_out: for the search of an allocation and the comparison with Wanda.
         bos: whether windows begin with BOS; None until a text has decided it.
     """
 
     calibration: Tensor | None
-    evaluation: Tensor | None
+    evaluation: dict[str, Tensor]
     held_out: HeldOut | None
     bos: bool | None
 
@@ -82,15 +85,44 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         if not config.runs_blocks:
             _warn_of_other_text(config, statistics)
             changes |= statistics.text
-    for name, source in (("calibration", calibration), ("eval", eval)):
-        if isinstance(source, Tensor):
-            if source.dim() != 2:
-                raise UserError(f"{name} as token ids must be [S, L], got {list(source.shape)}")
-            samples, length = ("nsamples", "seqlen") if name == "calibration" else ("eval_windows", "eval_seqlen")
-            changes |= {name: _TOKENS, samples: source.shape[0], length: source.shape[1]}
-        elif source is not None:
-            changes[name] = source
+    if isinstance(calibration, Tensor):
+        _check_ids("calibration", calibration)
+        changes |= {"calibration": _TOKENS, "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
+    elif calibration is not None:
+        changes["calibration"] = calibration
+    if eval is not None:
+        changes["eval"] = tuple(name for name, _ in _named(eval))
     return replace(config, **changes).resolved()
+
+
+def _named(eval: Any) -> list[tuple[Any, Any]]:
+    """(name in the record, source) of each evaluation text: a name is its own, token ids become "tokens", "tokens 2".
+
+    Args:
+        eval: a name, token ids [S, L], or a list of them.
+
+    Raises:
+        UserError: token ids are not [S, L].
+    """
+    named, ids = [], 0
+    for source in eval if isinstance(eval, (list, tuple)) else (eval,):
+        if not isinstance(source, Tensor):
+            named.append((source, source))
+            continue
+        _check_ids("eval", source)
+        ids += 1
+        named.append((_TOKENS if ids == 1 else f"{_TOKENS} {ids}", source))
+    return named
+
+
+def _check_ids(name: str, tokens: Tensor) -> None:
+    if tokens.dim() != 2:
+        raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
+
+
+def _text_sha256(text: str | Tensor) -> Any:
+    """Hash of token ids, with their shape, or of a local file; None for any other text."""
+    return [tokens_sha256(text), *text.shape] if isinstance(text, Tensor) else file_sha256(text)
 
 
 def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
@@ -106,7 +138,8 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
 
     Args:
         config: from with_sources().
-        calibration, eval: token ids [S, L] int64; anything else: the text that the settings name.
+        calibration: token ids [S, L] int64; anything else: the text that the settings name.
+        eval: a name, token ids [S, L] int64, or a list of them; None: the texts that the settings name.
         statistics: given ones, whose windows began with BOS or not.
 
     Raises:
@@ -122,7 +155,7 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
         bos = statistics.bos
     return Sources(
         calibration if isinstance(calibration, Tensor) else config.calibration,
-        eval if isinstance(eval, Tensor) else config.eval,
+        dict(_named(list(config.eval) if eval is None else eval)),
         bos,
     )
 
@@ -149,12 +182,14 @@ def read_texts(
         UserError: a text cannot be read, or its windows do not suit the model. If only the comparison with Wanda needs
             held-out windows, that is a warning instead.
     """
-    bos, tokens, windows, held = sources.bos, None, None, None
+    bos, tokens, windows, held = sources.bos, None, {}, None
     if calibration:
         tokens, bos = _read_calibration(config, engine, tokenizer, sources, bos)
-    if sources.evaluation is not None:
+    for name, source in sources.evaluation.items():
         settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
-        windows, bos = _read(evaluation_tokens, sources.evaluation, engine, tokenizer, bos, settings)
+        if isinstance(source, Tensor):
+            settings = {"seqlen": source.shape[1]}
+        windows[name], bos = _read(evaluation_tokens, source, engine, tokenizer, bos, settings)
     if held_out:
         try:
             held, bos = _read_held_out(config, engine, tokenizer, sources, bos, tokens)
