@@ -176,6 +176,16 @@ def test_files_of_the_library_are_read_when_they_are_asked_for(library):
         documents[1]
 
 
+def test_a_few_windows_of_the_library_need_its_first_files_alone(library, tokenizer):
+    (library / "a/__init__.py").write_text("x = 1\n" * 40_000)
+    (library / "d.py").unlink()
+    (library / "d.py").symlink_to("nowhere")
+    settings = {"seqlen": 8, "bos": False}
+    assert evaluation_tokens("code", tokenizer, windows=2, **settings).shape == (2, 8)
+    with pytest.raises(UserError, match="d.py: cannot be read"):
+        evaluation_tokens("code", tokenizer, **settings)
+
+
 def test_a_library_without_sources_is_one_line(library, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library.parent / "python.zip"))
     with pytest.raises(UserError, match="'code' needs the source files of Python's library, .* has none"):
