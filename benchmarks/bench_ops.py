@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.cases import budgets, obs, select, sparse24, stats, threshold
+from lib.cases import budgets, obs, removed, select, sparse24, stats, threshold
 from lib.machine import copy_rate, synchronize, this_device
 
 import fwanda_kernels as fk
@@ -29,6 +29,13 @@ CASES = {
         *[("accumulate_gram_", f"{t} x {c}", obs.gram, (t, c)) for t in (2048, 8192) for c in (4096, 11008)],
         *[("obs_factor", f"{c}", obs.factor, (c,)) for c in (4096, 11008)],
         *[("obs_prune_", f"{r} x {c}", obs.obs, (r, c)) for r, c in SELECT[:3]],
+        *[("pack_mask", f"{r} x {c}", removed.pack, (r, c)) for r, c in SELECT[:3]],
+        *[("masked_weight", f"{r} x {c}", removed.masked, (r, c)) for r, c in SELECT[:3]],
+        *[
+            ("removed_sums", f"{r} x {c}, {t} tokens", removed.sums, (t, r, c))
+            for t in (2048, 8192)
+            for r, c in SELECT[:3]
+        ],
     ],
     "cpu": [
         ("accumulate_sq_sums_", "2048 x 4096", stats.sq_sums, (2048, 4096)),
@@ -43,6 +50,9 @@ CASES = {
         ("accumulate_gram_", "512 x 1024", obs.gram, (512, 1024)),
         ("obs_factor", "1024", obs.factor, (1024,)),
         ("obs_prune_", "512 x 512", obs.obs, (512, 512)),
+        ("pack_mask", "4096 x 4096", removed.pack, (4096, 4096)),
+        ("masked_weight", "4096 x 4096", removed.masked, (4096, 4096)),
+        ("removed_sums", "1024 x 1024, 512 tokens", removed.sums, (512, 1024, 1024)),
     ],
 }
 HERE = this_device()
@@ -68,6 +78,9 @@ def test_op(op, name, make, arguments, device, results, benchmark):
         row["gb_per_s"] = round(ours.gb_per_s(case.bytes_moved), 1)
         row["copy_us"] = round(case.bytes_moved / copy_rate(case.bytes_moved, device) / 1e3, 2)
         row["percent_of_copy"] = round(100 * row["copy_us"] / row["us"], 1)
+    if case.product is not None:
+        row["product_us"] = round(bench([case.product], device=device).us, 2)
+        row["percent_of_product"] = round(100 * row["product_us"] / row["us"], 1)
     results.add(row)
     benchmark.extra_info.update(row)
     benchmark.pedantic(synchronised(case.ours[0], device), setup=case.reset, rounds=3)

@@ -6,6 +6,7 @@ from ._dispatch import BackendError, backends, explain, use_backend
 from .allocate import allocate_budgets, allocate_row_budgets, global_row_scales
 from .hooks import LayerStatistics, collect_hessians, collect_statistics
 from .ops.obs import accumulate_gram_, obs_factor, obs_prune_
+from .ops.removed import masked_weight, pack_mask, removed_sums
 from .ops.select import foreach_row_topk_prune_, row_topk_mask, row_topk_prune_
 from .ops.sparse24 import compress_24, compress_24_cusparselt, nm_mask, nm_prune_
 from .ops.stats import accumulate_sq_sums_, foreach_accumulate_sq_sums_
@@ -31,10 +32,13 @@ __all__ = [
     "foreach_accumulate_sq_sums_",
     "foreach_row_topk_prune_",
     "global_row_scales",
+    "masked_weight",
     "nm_mask",
     "nm_prune_",
     "obs_factor",
     "obs_prune_",
+    "pack_mask",
+    "removed_sums",
     "row_topk_mask",
     "row_topk_prune_",
     "select_threshold",

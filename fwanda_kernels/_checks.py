@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP32, INT32, INT64, BOOL = (torch.float32,), (torch.int32,), (torch.int64,), (torch.bool,)
+FP32, INT32, INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
+BOOL, UINT8 = (torch.bool,), (torch.uint8,)
 
 BAD_WEIGHT, BAD_SCALE, BAD_KEEP = 1, 2, 4  # csrc/bad.h has them for C++ and CUDA
 _BAD_TEXT = {

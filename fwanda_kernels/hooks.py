@@ -118,12 +118,13 @@ class LayerStatistics:
         g2: [R] fp32, sum_t G_ti^2 of the gradient at the module's output; zeros when no backward pass ran. None when
             only the inputs were measured: then there is no omega.
         n_tokens: number of tokens, padding excluded.
+        g2_tokens: number of those that g2 sums over, where a backward pass ran on some of them only; None: all.
 
     The arguments are attributes too; they may be changed.
     """
 
-    def __init__(self, x2: Tensor, g2: Tensor | None, n_tokens: int):
-        self.x2, self.g2, self.n_tokens = x2, g2, n_tokens
+    def __init__(self, x2: Tensor, g2: Tensor | None, n_tokens: int, *, g2_tokens: int | None = None):
+        self.x2, self.g2, self.n_tokens, self.g2_tokens = x2, g2, n_tokens, g2_tokens
 
     @property
     def norm(self) -> Tensor:
@@ -132,8 +133,8 @@ class LayerStatistics:
 
     @property
     def omega(self) -> Tensor:
-        """[R] fp64 Fisher information of each output, g2 / n_tokens; zeros if no token was seen."""
-        return self.g2.double() / max(self.n_tokens, 1)
+        """[R] fp64 Fisher information of each output, the mean of G_ti^2 over tokens; zeros if no token was seen."""
+        return self.g2.double() / max(self.n_tokens if self.g2_tokens is None else self.g2_tokens, 1)
 
 
 class _Sums:

@@ -87,6 +87,8 @@ def _inputs(device, dtype: torch.dtype) -> SimpleNamespace:
         row_scale=torch.ones(rows, device=device),
         keep=make_keep(rows, cols, device=device),
         x=x,
+        gradient=make_weight(tokens, rows, dtype, seed=4, device=device),
+        mask=make_weight(rows, cols, device=device, seed=5) > 0,
         token_mask=torch.arange(tokens, device=device) % 5 != 0,
         hessian=hessian,
         factor=torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True),

@@ -179,7 +179,7 @@ def test_settings_from_a_file_are_overridden_by_flags(folder, tmp_path):
 
 
 MISTAKES = {
-    "the same text twice": (["--eval", "a.txt", "--eval", "a.txt"], "--eval 'a.txt' is given twice"),
+    "the same text twice": (["--eval", "a.txt", "--eval", "a.txt"], "--eval names a.txt twice"),
     "a second text that is missing": (["--eval", "sample", "--eval", "nowhere/none.txt"], "nowhere/none.txt"),
     "unknown method": (["--method", "obd"], "--method must be one of magnitude, wanda"),
     "sparsity of one": (["--sparsity", "1"], "--sparsity must be a decimal in [0, 1), got '1'"),

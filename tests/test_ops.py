@@ -23,6 +23,9 @@ WRAPPERS = {
     "nm_mask": lambda w, scale, n, m, bad: fk.nm_mask(w, scale, n, m, bad=bad),
     "nm_prune_": lambda w, scale, n, m, bad: fk.nm_prune_(w, scale, n, m, bad=bad),
     "select_threshold": lambda ws, rows, cols, total, bad: fk.select_threshold(ws, rows, cols, total, bad=bad),
+    "pack_mask": lambda mask: fk.pack_mask(mask),
+    "masked_weight": lambda w, packed: fk.masked_weight(w, packed),
+    "removed_sums": lambda gradient, x, w, packed: fk.removed_sums(gradient, x, w, packed),
     "obs_factor": lambda hessian, damping: fk.obs_factor(hessian, damping),
     "obs_prune_": lambda w, hessian, factor, s, keep, mask, pattern, row_weight, block, damping: fk.obs_prune_(
         w,
@@ -71,7 +74,19 @@ def test_opcheck(op, dtype):
     torch.library.opcheck(getattr(torch.ops.fwanda, op).default, sample_arguments(dtype=dtype)[op])
 
 
-@pytest.mark.parametrize("op", ["row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_", "obs_factor", "obs_prune_"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "row_topk_mask",
+        "row_topk_prune_",
+        "nm_mask",
+        "nm_prune_",
+        "obs_factor",
+        "obs_prune_",
+        "pack_mask",
+        "masked_weight",
+    ],
+)
 def test_fake_kernels_agree_on_transposed_inputs(op):
     matrix, *rest = sample_arguments()[op]
     args = (matrix.T.contiguous().T, *rest)
@@ -150,6 +165,22 @@ WRONG = [  # op, argument index, change, what the message says
     ("select_threshold", 3, lambda total: 193, "total must be in [0, 192], got 193"),
     ("select_threshold", 3, lambda total: -1, "total must be in [0, 192], got -1"),
     ("select_threshold", 4, torch.Tensor.float, "bad must be [1] int32 on cpu, got [1] float32 on cpu"),
+    ("pack_mask", 0, lambda mask: mask[0], "mask must be [R, C] bool on any device, got [16] bool on cpu"),
+    ("pack_mask", 0, torch.Tensor.int, "mask must be [6, 16] bool on cpu, got [6, 16] int32 on cpu"),
+    *[
+        case
+        for op, weight in (("masked_weight", 0), ("removed_sums", 2))
+        for case in (
+            (op, weight, torch.Tensor.double, "weight must be [R, C] bfloat16|float16|float32 on any device, got [6,"),
+            (op, -1, lambda packed: packed[:, 1:], "packed must be [6, 2] uint8 on cpu, got [6, 1] uint8 on cpu"),
+            (op, -1, torch.Tensor.bool, "packed must be [6, 2] uint8 on cpu, got [6, 2] bool on cpu"),
+            (op, -1, lambda packed: packed.to("meta"), "packed must be [6, 2] uint8 on cpu, got [6, 2] uint8 on meta"),
+        )
+    ],
+    ("removed_sums", 0, lambda g: g[1:], "gradient must be [24, 6] float32 on cpu, got [23, 6] float32 on cpu"),
+    ("removed_sums", 0, torch.Tensor.half, "gradient must be [24, 6] float32 on cpu, got [24, 6] float16 on cpu"),
+    ("removed_sums", 1, lambda x: x[None], "x must be [1, 16] bfloat16|float16|float32 on cpu, got [1, 24, 16]"),
+    ("removed_sums", 1, lambda x: x[:, 1:], "x must be [24, 16] bfloat16|float16|float32 on cpu, got [24, 15]"),
 ]
 
 

@@ -154,7 +154,7 @@ def test_a_matrix_that_is_no_linear_layer_is_listed_as_left_dense():
 
 def test_the_report_names_the_text_that_was_used():
     config = prune(tiny.llama(), method="wanda", eval=tiny.tokens(3, 16)).config
-    assert (config["calibration"], config["nsamples"], config["seqlen"]) == ("tokens", 5, 24)
+    assert (config["calibration"], config["nsamples"], config["seqlen"]) == (["tokens"], 5, 24)
     assert config["eval"] == ["tokens"]
 
 

@@ -186,7 +186,7 @@ def test_texts_that_share_memory_are_kept(tmp_path):
             tiny.llama(), method="wanda", calibration=tokens, eval=tokens[:3], state=state, progress=False
         )
         assert report.perplexity[0]["windows"] == 3
-        calibration, evaluation = (state.recall("text")[0][name] for name in ("calibration", "evaluation-0"))
+        calibration, evaluation = (state.recall("text")[0][name] for name in ("calibration", "evaluation0"))
         assert torch.equal(calibration, tokens) and torch.equal(evaluation, tokens[:3])
 
 

@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
 from .config import CALIBRATION, GROUPS, PruneConfig, flag
 from .errors import UserError
+from .source_shares import parse_sources
 
 
 class _Parser(argparse.ArgumentParser):
@@ -207,7 +209,8 @@ def _add_settings(parser: argparse.ArgumentParser, *groups: str) -> None:
 
 def _add_setting(section, f) -> None:
     choices, kind = f.metadata["choices"], f.metadata["type"]
-    default = "" if f.default is None or f.default is False or f.default == () else f" (default: {f.default})"
+    shown = ", ".join(f.default) if isinstance(f.default, tuple) else f.default
+    default = "" if shown in (None, False, "") else f" (default: {shown})"
     metavar = f.metadata["metavar"] or ("|".join(choices) if choices else f.name.upper().removeprefix("EVAL_"))
     form = {
         list: {"action": "append", "metavar": metavar},
@@ -238,11 +241,12 @@ def _load(args: argparse.Namespace, config: PruneConfig):
     return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
 
 
-def _check_texts(*, calibration: str | None = None, eval: tuple[str, ...] = ()) -> None:
+def _check_texts(*, calibration: Iterable[str] = (), eval: Iterable[str] = ()) -> None:
     """Read local text files before the model is loaded, so that a mistake shows at once."""
     from .text.sources import READERS, load_documents
 
-    for purpose, source in (("calibration", calibration), *(("eval", text) for text in eval)):
+    texts = [("calibration", source.name) for source in parse_sources(tuple(calibration))]
+    for purpose, source in (*texts, *(("eval", text) for text in eval)):
         if source and Path(source).suffix.lower() in READERS:
             load_documents(source, purpose=purpose)
 
@@ -259,12 +263,12 @@ def _prune(args: argparse.Namespace) -> None:
     if _is_finished(args, config):
         return print(f"finished    {args.output} holds the result of this command, with the zeros of its report")
     if not args.dry_run:
-        inputs = (args.model, args.statistics, config.calibration, *config.eval)
+        inputs = (args.model, args.statistics, *(source.name for source in config.sources), *config.eval)
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
     resolved = config.resolved()
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
-    _check_texts(calibration=config.calibration if reads_calibration else None, eval=config.eval)
+    _check_texts(calibration=config.calibration if reads_calibration else (), eval=config.eval)
     if args.dry_run:
         return _print_plan(_load(args, config)[0], resolved)
     _prune_and_save(args, config, statistics)

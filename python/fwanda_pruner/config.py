@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .errors import UserError, one_line
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
+from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
     "method": "what is pruned, and how",
@@ -19,9 +20,10 @@ GROUPS = {  # of settings, with their headings in --help
     "eval": "evaluation text",
     "place": "device and dtype",
     "passes": "memory and speed of calibration; results change by rounding at most",
-    "check": "comparison with Wanda",
+    "check": "what pruning costs on text of several domains",
     "energy": "energy",
 }
+GUARDS = ("sample", "code")  # where --guard is not given
 CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics depend on
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
@@ -114,10 +116,25 @@ class PruneConfig:
         "what the statistics hold)",
         ("empirical", "true", "mean"),
     )
-    calibration: str = _setting(
+    fisher_samples: str = _setting(
+        "fisher",
+        "32",
+        "windows of the backward pass, N of those of the calibration, spread evenly, or all; the forward pass runs on "
+        "all of them",
+    )
+    calibration: tuple[str, ...] = _setting(
         "text",
-        "sample",
-        "calibration text: a .txt, .jsonl or .parquet file, c4, wikitext2, sample, or the name of a data set",
+        ("sample",),
+        "calibration text: a .txt, .jsonl or .parquet file; sample and code, which come with Python; self, which the "
+        "model writes itself; c4, wikitext2, or the name of a data set. May be repeated: each source gets windows in "
+        "proportion to its SHARE (default: 1)",
+        type=list,
+        metavar="SOURCE[:SHARE]",
+    )
+    start_token: str | None = _setting(
+        "text",
+        None,
+        "token, or its number, with which a text of the model's own begins (default: the model's BOS token)",
     )
     nsamples: int = _setting("text", 128, "number of calibration windows", type=int)
     seqlen: int = _setting("text", 2048, "tokens in a calibration window", type=int)
@@ -176,8 +193,19 @@ class PruneConfig:
         "give the same bits in every run on a GPU, or stop if an operation cannot; some kernels are slower",
         type=bool,
     )
+    guard: tuple[str, ...] | None = _setting(
+        "check",
+        None,
+        "a text beside the calibration on which the dense and the pruned model are compared, and which takes part in "
+        "the choice of response and auto; none: no such text. May be repeated (default: sample and code)",
+        type=list,
+        metavar="SOURCE",
+    )
     no_check: bool = _setting(
-        "check", False, "skip the comparison with Wanda's masks on held-out calibration text", type=bool
+        "check",
+        False,
+        "compare nothing: neither the dense with the pruned model, nor the result with Wanda's masks",
+        type=bool,
     )
     energy: str = _setting(
         "energy",
@@ -188,14 +216,13 @@ class PruneConfig:
     )
 
     def __post_init__(self):
-        for name in ("sparsity", "micro_batch"):  # numbers in YAML
-            if isinstance(getattr(self, name), (int, float)):
+        for name in ("sparsity", "micro_batch", "fisher_samples", "start_token"):  # numbers in YAML
+            if isinstance(getattr(self, name), (int, float)) and not isinstance(getattr(self, name), bool):
                 object.__setattr__(self, name, _show(getattr(self, name)))
-        if isinstance(self.eval, str):
-            object.__setattr__(self, "eval", (self.eval,))
-        for name in ("include", "exclude", "eval"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.metadata["type"] is list and isinstance(value, (str, list)):  # one name, or a list in YAML
+                object.__setattr__(self, f.name, (value,) if isinstance(value, str) else tuple(value))
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None and f.default is not None:
@@ -208,9 +235,8 @@ class PruneConfig:
             )
         if self.method == "magnitude" and self.order not in (None, "onepass"):
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
-        if repeated := [text for text in self.eval if self.eval.count(text) > 1]:
-            raise UserError(f"--eval {_show(repeated[0])} is given twice; give each text once")
         self._check_sparsity()
+        self._check_texts()
         if self.weighs_tokens and self.fisher == "mean":
             raise UserError("--fisher mean has no weight for a token; choose empirical or true with --pattern")
         self._check_memory()
@@ -226,7 +252,7 @@ class PruneConfig:
             hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
             raise UserError(f"{flag(name)} must be text, got {_show(value)}{hint}")
         if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
-            raise UserError(f"{flag(name)} must be a list of {metadata['metavar']}s, got {_show(value)}")
+            raise UserError(f"{flag(name)} must be a list of texts, got {_show(value)}")
         if any("\0" in text for text in ((value,) if kind is str else value if kind is list else ())):
             raise UserError(f"{flag(name)} holds a null character, got {_show(value)}")
         if kind is bool and not isinstance(value, bool):
@@ -263,6 +289,19 @@ class PruneConfig:
                 f"--sparsity {self.sparsity} contradicts --pattern {self.pattern}, which keeps {n} of {m} and removes "
                 f"{float(1 - Fraction(n, m)):g}; give only one of them"
             )
+
+    def _check_texts(self) -> None:
+        if not self.calibration:
+            raise UserError("--calibration must name at least one text, got none")
+        counts_of(self.sources, self.nsamples)
+        check_names(self.guards, "--guard")
+        check_names(self.eval, "--eval")
+        if self.guard is not None and len(self.guard) > 1 and "none" in self.guard:
+            raise UserError(
+                f"--guard none turns all guards off, got {', '.join(self.guard)}; leave none or the others out"
+            )
+        if self.fisher_samples != "all" and not re.fullmatch("[1-9][0-9]{0,5}", self.fisher_samples):
+            raise UserError(f"--fisher-samples must be all or a number of windows, got {_show(self.fisher_samples)}")
 
     def _check_memory(self) -> None:
         if self.micro_batch != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", self.micro_batch):
@@ -311,9 +350,34 @@ class PruneConfig:
         return self.needs_fisher or (self.traits.scores_inputs and self.order == "onepass")
 
     @property
-    def checks(self) -> bool:
-        """Whether to compare the result with Wanda's masks: if Fisher information makes it differ from them."""
-        return self.needs_fisher and not (self.no_check or (self.method == "fwanda" and self.allocation == "uniform"))
+    def sources(self) -> tuple[SourceShare, ...]:
+        """The calibration texts and their shares."""
+        return parse_sources(self.calibration)
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """The texts of --guard, or those that stand for it."""
+        return () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether a source or guard is the model's own text."""
+        return OWN_TEXT in (*(source.name for source in self.sources), *self.guards)
+
+    @property
+    def fisher_windows(self) -> int:
+        """Windows of the backward pass."""
+        return self.nsamples if self.fisher_samples == "all" else min(int(self.fisher_samples), self.nsamples)
+
+    @property
+    def compares_with_wanda(self) -> bool:
+        """Whether the masks may differ from Wanda's while x2 of the dense model, which Wanda's need, is measured."""
+        return self.needs_fisher and not (self.method == "fwanda" and self.allocation == "uniform")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether calibration text decides the result, in this run or in the statistics that it is given."""
+        return self.reads_statistics or self.runs_blocks
 
     @property
     def runs_blocks(self) -> bool:

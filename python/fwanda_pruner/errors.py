@@ -1,4 +1,4 @@
-"""The error for mistakes that the user can fix, and a helper that puts any error on one line."""
+"""The error for mistakes that the user can fix, and helpers that keep its message on one line."""
 
 
 class UserError(ValueError):
@@ -13,3 +13,9 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """The message of an error on one line, cut after `limit` characters. An error without message gives its type."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[:limit] + " ..."
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """Any text on one line of at most `limit` characters, with control characters escaped."""
+    text = ascii(text)[1:-1] if not text.isprintable() else text
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -20,6 +20,7 @@ class Case:
         check: raises AssertionError unless both give the same result. A benchmark calls it before it times anything.
         bytes_moved: bytes that one call must read and write; None if memory does not bound the work.
         reset: restores what the calls change; None if they change nothing.
+        product: the matrix product that bounds the work, as torch computes it; None if no product does.
         naive_scale: factor on the naive time, where the naive calls do only a part of the work.
     """
 
@@ -28,6 +29,7 @@ class Case:
     check: Callable[[], None]
     bytes_moved: int | None
     reset: Callable | None = None
+    product: Callable | None = None
     naive_scale: float = 1.0
 
 

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import common, obs, select, sparse24, stats, threshold
+from . import common, obs, removed, select, sparse24, stats, threshold
 
 _COLUMNS = (1024, 4096, 5120, 8192, 11008, 13824, 28672)
 
@@ -54,6 +54,7 @@ def _cases(weight: str, arch: int) -> Iterator[tuple]:
         types = [weight, "*fp32", weight, "*i16", "*i32", "i32", "i32", *strides]
         constants, options = {"BLOCK_R": 32, "BLOCK_C": sparse24.PACK_C}, {"num_warps": sparse24.PACK_WARPS}
         yield "compress_24", sparse24._compress_24_kernel, types, constants, options
+    yield from _removed_cases(weight, strides, arch)
     yield from _nm_cases(weight, strides)
     yield from _row_topk_cases(weight, strides)
     types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
@@ -87,6 +88,20 @@ def _obs_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
         types = ["*fp32", weight, *["*fp32"] * 4, chosen, "*i32", *["i32"] * 5, "i32", *strides, *strides]
         constants = tile | {"RULE": rule, "GROUP": group, "BLOCK_R": obs.WALK_R}
         yield f"walk {rule}", obs._walk_kernel, types, constants, options
+
+
+def _removed_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
+    tile, options = {"BLOCK_R": removed.BLOCK_R, "BLOCK_C": removed.BLOCK_C}, {"num_warps": removed.WARPS}
+    yield "pack_mask", removed._pack_mask_kernel, ["*u8", "*u8", "i32", "i32", *strides], tile, options
+    types = [weight, "*u8", weight, "i32", "i32"]
+    yield "masked_weight", removed._masked_weight_kernel, [*types, *strides], tile, options
+    if weight != "*fp32":
+        tile = removed.product_tile(arch // 10)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        types = [weight, weight, weight, "*u8", "*fp32", "*fp32", *["i32"] * 3, "i64", "i64"]
+        for layout, weight_strides in (("", strides), (" transposed", strides[::-1])):
+            constants = tile | {"BAND": removed.BAND}
+            yield f"removed_sums{layout}", removed._removed_sums_kernel, [*types, *weight_strides], constants, options
 
 
 def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:

@@ -58,6 +58,11 @@ def floored_omega(layer: fk.LayerStatistics) -> Tensor:
     return layer.omega.clamp(min=OMEGA_FLOOR)
 
 
+def is_measured(layer: fk.LayerStatistics) -> bool:
+    """Whether a token reached the matrix, in the forward and in the backward pass: then its loss can be estimated."""
+    return bool(layer.n_tokens) and layer.g2_tokens != 0
+
+
 def count_floored_rows(statistics: Statistics, names: Iterable[str]) -> int:
     """Rows of the named matrices whose omega is below OMEGA_FLOOR."""
     return sum(int((statistics.layer(name).omega < OMEGA_FLOOR).sum()) for name in names)
@@ -168,7 +173,7 @@ def threshold_budgets(
     unseen = {
         t.name: _equal_rows(t.shape, config.removed, engine.device)
         for t in engine.targets
-        if not layers[t.name].n_tokens
+        if not is_measured(layers[t.name])
     }
     seen = [t.name for t in engine.targets if t.name not in unseen]
     total = _total_of_seen(config, [t.shape for t in engine.targets], unseen.values())
@@ -185,9 +190,9 @@ def global_budgets(config: PruneConfig, weights: list[Tensor], layers: list[fk.L
     """
     rows = _row_scales(config, weights, layers, _mean_omega(layers))
     counts = [_equal_rows(weight.shape, config.removed, weight.device) for weight in weights]
-    unseen = [count for count, layer in zip(counts, layers, strict=True) if not layer.n_tokens]
+    unseen = [count for count, layer in zip(counts, layers, strict=True) if not is_measured(layer)]
     total = _total_of_seen(config, [weight.shape for weight in weights], unseen)
-    seen = [i for i, layer in enumerate(layers) if layer.n_tokens]
+    seen = [i for i, layer in enumerate(layers) if is_measured(layer)]
     parts = [weights[i] for i in seen], [rows[i] for i in seen], [layers[i].norm for i in seen]
     for i, count in zip(seen, fk.select_threshold(*parts, total), strict=True):
         counts[i] = count
@@ -200,7 +205,7 @@ def _mean_omega(layers) -> float:
     Raises:
         UserError: it is 0.
     """
-    omegas = [layer.omega for layer in layers if layer.n_tokens]
+    omegas = [layer.omega for layer in layers if is_measured(layer)]
     mean = float(torch.cat(omegas).mean()) if omegas else 0.0
     if not 0 < mean < float("inf"):
         raise UserError("the Fisher information is 0 everywhere: the loss does not depend on the blocks of this model")
@@ -212,7 +217,7 @@ def _row_scales(
 ) -> list[Tensor]:
     """[R] fp32 scales of the global allocation for each matrix; 1 for one that no token reached."""
     scales = [torch.ones(len(weight), device=weight.device) for weight in weights]
-    seen = [i for i, layer in enumerate(layers) if layer.n_tokens]
+    seen = [i for i, layer in enumerate(layers) if is_measured(layer)]
     if not seen:
         return scales
     seen_scales = fk.global_row_scales(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -58,12 +57,6 @@ def _pattern_mask(weight: Tensor, *, scale: Tensor, n: int, m: int) -> Tensor:
     mask = torch.ones_like(weight, dtype=torch.bool)
     mask[:, :whole] = fk.nm_mask(weight[:, :whole], scale[:whole], n, m)
     return mask
-
-
-def held_out_loss(engine: Engine, tokens: Tensor, masks: MaskFunctions | None = None) -> float:
-    """Mean next-token loss in nats over windows [S, L] under masks; inf where it is not finite."""
-    loss = engine.mean_loss(tokens, masks)
-    return loss if math.isfinite(loss) else math.inf
 
 
 def select_once(engine: Engine, masks: MaskFunctions) -> MaskFunctions:

@@ -30,7 +30,8 @@ from ..engine.resume import Steps
 from ..measure.removed import RemovedWeightSums
 from ..measure.statistics import Statistics
 from .budgets import ScoreScales, global_scales
-from .masks import column_scale, held_out_loss, masks_of, select_once
+from .judge import Judge, Losses
+from .masks import column_scale, masks_of, select_once
 
 ROUNDS = 8
 _ROUND_TOKENS = 32768
@@ -45,13 +46,13 @@ class Round:
 
     Attributes:
         scales: of the scores.
-        loss: mean next-token loss in nats of their masks on held-out text; inf where it is not finite.
+        losses: of their masks, for each domain.
         micro_batch, checkpointing: with which the passes fitted the memory; fields of PassSettings.
         masks: of the scales; None: select them again.
     """
 
     scales: ScoreScales
-    loss: float
+    losses: Losses
     micro_batch: int
     checkpointing: str
     masks: MaskFunctions | None = field(default=None, compare=False)
@@ -91,42 +92,42 @@ class LineSums:
 def respond(
     engine: Engine,
     tokens: Tensor,
-    held_out: Tensor,
+    judge: Judge,
     statistics: Statistics,
     config: PruneConfig,
-    start_loss: float,
+    start_losses: Losses,
     *,
     rounds: Steps[Round],
-) -> tuple[ScoreScales | None, dict[str, float]]:
-    """Runs the rounds and returns the scales whose masks do best on held-out text.
+) -> tuple[ScoreScales | None, dict[str, Losses]]:
+    """Runs the rounds and returns the scales whose masks are the best.
 
     Args:
         engine: of a dense model in eval mode; its weights are unchanged afterwards.
         tokens: [S, L] int64 windows; each round takes the next ones, about 32,768 tokens.
-        held_out: [S', L] int64 windows, better not those of the calibration.
+        judge: compares masks.
         statistics: of the dense model, with g2.
         config: resolved; its global allocation is where the rounds start.
-        start_loss: mean next-token loss in nats of the masks of that allocation on the held-out text.
+        start_losses: of the masks of that allocation.
         rounds: keeps the rounds, for an interrupted run.
 
     Returns:
-        The scales, None where no round is below `start_loss`; and "round 1", "round 2", ... -> held-out loss.
+        The scales, None where no round is better than the start; and "round 1", "round 2", ... -> losses.
 
     Raises:
         UserError: the Fisher information is 0 everywhere, or the memory does not suffice.
     """
     state = _start(engine, tokens, statistics, config)
-    best, losses = None, {}
+    best, losses, best_rank = None, {}, judge.rank(start_losses)
     for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if engine.progress else True):
         saved = rounds.load(index)
-        state = saved or _next_round(engine, tokens, held_out, statistics, config, state, index)
+        state = saved or _next_round(engine, tokens, judge, statistics, config, state, index)
         if state is None:
             break
         if saved is None:
             rounds.save(index, state)
-        losses[f"round {index + 1}"] = state.loss
-        if state.loss < start_loss:
-            best, start_loss = state.scales, state.loss
+        losses[f"round {index + 1}"] = state.losses
+        if (rank := judge.rank(state.losses)) < best_rank:
+            best, best_rank = state.scales, rank
     return best, losses
 
 
@@ -137,7 +138,7 @@ def _start(engine: Engine, tokens: Tensor, statistics: Statistics, config: Prune
     if statistics.passes and statistics.passes["checkpointing"]:
         checkpointing = "on"
     micro_batch = min(engine.settings.micro_batch or size, max(1, size // _PASSES))
-    return Round(global_scales(config, engine, statistics), math.inf, micro_batch, checkpointing)
+    return Round(global_scales(config, engine, statistics), {}, micro_batch, checkpointing)
 
 
 def _round_windows(tokens: Tensor) -> int:
@@ -147,7 +148,7 @@ def _round_windows(tokens: Tensor) -> int:
 def _next_round(
     engine: Engine,
     tokens: Tensor,
-    held_out: Tensor,
+    judge: Judge,
     statistics: Statistics,
     config: PruneConfig,
     state: Round,
@@ -167,7 +168,7 @@ def _next_round(
     scales = move_scales(state.scales, lines)
     masks = select_once(engine, masks_of(config, engine, statistics, scales))
     checkpointing = "on" if passes.checkpointing else state.checkpointing
-    return Round(scales, held_out_loss(engine, held_out, masks), passes.micro_batch, checkpointing, masks)
+    return Round(scales, judge.losses(masks), passes.micro_batch, checkpointing, masks)
 
 
 def _predicted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,11 +14,12 @@ from ..engine.engine import Engine
 from ..engine.resume import NoSteps, Steps
 from ..errors import UserError
 from ..measure.statistics import Statistics
+from ..text.domains import Domain
 from .budgets import ScoreScales
-from .masks import held_out_loss, masks_of
+from .judge import Judge, Losses
+from .masks import masks_of
 from .response import Round, respond
 
-HELD_OUT = 8  # windows
 # (b, c) of the global allocation: the measured optimum is flat, and its place differs between models
 _EXPONENTS = ((0.75, 0.5), (1.0, 0.5), (1.0, 0.75), (0.75, 0.25), (0.5, 0.5), (0.5, 0.25))
 
@@ -30,14 +31,14 @@ class Choice:
     Attributes:
         name: of the best candidate, or "round N" of the response.
         start: the candidate that the response began with.
-        losses: candidate or round -> mean next-token loss on held-out text in nats, where it is finite.
+        losses: "dense", "wanda", candidate or round -> domain -> mean next-token loss in nats, where it is finite.
         scales: multipliers on the scores, if a round is best.
         notes: warnings of the search, for runs that take its choice over.
     """
 
     name: str
     start: str
-    losses: dict[str, float]
+    losses: dict[str, dict[str, float]]
     scales: ScoreScales | None
     notes: tuple[str, ...] = ()
 
@@ -70,18 +71,21 @@ def candidates(config: PruneConfig) -> dict[str, PruneConfig]:
 def choose(
     engine: Engine,
     tokens: Tensor,
-    held_out: Tensor,
+    domains: Sequence[Domain],
     statistics: Statistics,
     config: PruneConfig,
     *,
     rounds: Steps[Round] = NoSteps(),  # noqa: B008  it has no state
 ) -> Choice:
-    """Tries all candidates, runs the rounds of the response from the best global one, and takes the lowest loss.
+    """Tries all candidates, runs the rounds of the response from the best global one, and takes the best.
+
+    The best has the smallest mean, over the domains, of the loss above that of the dense model. Masks that are worse
+    than Wanda's on a guard are taken only where all are.
 
     Args:
         engine: of a dense model in eval mode; its weights are unchanged afterwards.
         tokens: [S, L] int64 calibration windows.
-        held_out: [S', L] int64 windows that decide, better not those of the calibration.
+        domains: with the windows that decide, better not those of the calibration.
         statistics: of the dense model.
         config: resolved, with the allocation "response" or "auto".
         rounds: keeps the rounds, for an interrupted run.
@@ -89,53 +93,58 @@ def choose(
     Raises:
         UserError: no allocation gives a finite loss, or the memory does not suffice.
     """
+    judge = Judge(engine, domains, masks_of(wanda_config(config), engine, statistics))
     configs = candidates(config)
-    losses = try_masks(engine, held_out, statistics, configs)
-    start = min((name for name in losses if configs[name].allocation == "global"), key=losses.get)
+    losses = try_masks(engine, judge, statistics, configs)
+    start = min((name for name in losses if configs[name].allocation == "global"), key=lambda n: judge.rank(losses[n]))
     scales = None
-    if math.isfinite(losses[start]):
-        scales, round_losses = respond(
-            engine, tokens, held_out, statistics, configs[start], losses[start], rounds=rounds
-        )
+    if math.isfinite(judge.increase(losses[start])):
+        scales, round_losses = respond(engine, tokens, judge, statistics, configs[start], losses[start], rounds=rounds)
         losses |= round_losses
-    name = lowest(losses)
-    finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    name = best_of(judge, losses)
+    finite = {
+        name: {source: loss for source, loss in values.items() if math.isfinite(loss)}
+        for name, values in {"dense": judge.dense, "wanda": judge.wanda, **losses}.items()
+    }
     return Choice(name, start, finite, None if name in configs else scales)
 
 
+def wanda_config(config: PruneConfig) -> PruneConfig:
+    """The settings of Wanda's masks at the same sparsity."""
+    return replace(config, method="fwanda", allocation="uniform")
+
+
 def try_masks(
-    engine: Engine, held_out: Tensor, statistics: Statistics, configs: Mapping[str, PruneConfig]
-) -> dict[str, float]:
-    """Held-out loss of the masks of each configuration, without an update of the weights.
+    engine: Engine, judge: Judge, statistics: Statistics, configs: Mapping[str, PruneConfig]
+) -> dict[str, Losses]:
+    """Losses of the masks of each configuration, without an update of the weights.
 
     Args:
         engine: of a dense model in eval mode; its weights are unchanged afterwards.
-        held_out: [S, L] int64 windows.
+        judge: measures the losses.
         statistics: of the dense model, with g2 where an allocation reads it.
-        configs: name -> resolved configuration.
+        configs: name -> resolved configuration. "uniform" has the masks of Wanda.
 
     Returns:
-        name -> mean next-token loss in nats; inf where it is not finite or the allocation has no budget.
+        name -> losses; inf where the allocation has no budget.
     """
-    losses = {}
+    losses: dict[str, Losses] = {}
     for name, config in tqdm(configs.items(), desc="try", unit="mask", disable=None if engine.progress else True):
         try:
-            masks = masks_of(config, engine, statistics)
+            losses[name] = judge.wanda if name == "uniform" else judge.losses(masks_of(config, engine, statistics))
         except UserError:  # the allocation has no budget
-            losses[name] = math.inf
-        else:
-            losses[name] = held_out_loss(engine, held_out, masks)
+            losses[name] = dict.fromkeys(judge.dense, math.inf)
     return losses
 
 
-def lowest(losses: Mapping[str, float]) -> str:
-    """The name with the lowest loss, the first of equals.
+def best_of(judge: Judge, losses: Mapping[str, Losses]) -> str:
+    """The name with the best losses, the first of equals.
 
     Raises:
         UserError: no loss is finite.
     """
-    name = min(losses, key=losses.get)
-    if not math.isfinite(losses[name]):
+    name = min(losses, key=lambda name: judge.rank(losses[name]))
+    if not math.isfinite(judge.increase(losses[name])):
         raise UserError(
             "no allocation gives a finite loss on the held-out text; choose --allocation uniform, row or global"
         )

@@ -60,7 +60,7 @@ class Engine(Protocol):
         unfinished: Unfinished | None = None,
     ) -> PassRecord: ...
 
-    def mean_loss(
+    def window_losses(
         self,
         tokens: Tensor,
         masks: MaskFunctions | None = None,
@@ -68,7 +68,7 @@ class Engine(Protocol):
         first_target: int = 1,
         settings: PassSettings | None = None,
         label: str | None = None,
-    ) -> float: ...
+    ) -> Tensor: ...
 
     def walk(self, tokens: Tensor) -> AbstractContextManager[BlockWalk]: ...
 

@@ -118,7 +118,7 @@ def run_windows(
         sums: entered around the passes; start from nothing, or from what `unfinished` holds.
         settings: how they run.
         label: title of the progress bar; None shows none.
-        unfinished: saves the state of the loop about every minute; None: never.
+        unfinished: saves the state of the loop about every minute and at its end; None: never.
 
     Returns:
         How the windows ran.
@@ -207,7 +207,7 @@ def _passes(
                 windows.run(done, size)
             done += size
             yield size
-            if unfinished is not None and unfinished.due():
+            if unfinished is not None and (done == windows.count or unfinished.due()):
                 tensors = {f"sums.{name}": tensor for name, tensor in sums.tensors().items()}
                 tensors |= {f"windows.{name}": tensor for name, tensor in windows.tensors().items()}
                 unfinished.save(tensors, {"done": done, "passes": asdict(record)})

@@ -46,8 +46,8 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor, *, first_target: int = 1) -> Tensor:
-    """Sum of the next-token losses of windows, computed in fp32 and added up in fp64.
+def summed_losses(model: nn.Module, decoder: nn.Module, ids: Tensor, *, first_target: int = 1) -> Tensor:
+    """Sums of the next-token losses of windows, computed in fp32 and added up in fp64.
 
     Args:
         model: a causal language model.
@@ -56,15 +56,15 @@ def summed_loss(model: nn.Module, decoder: nn.Module, ids: Tensor, *, first_targ
         first_target: position of the first token that is predicted, at least 1.
 
     Returns:
-        [] fp64 loss in nats, on the device.
+        [B] fp64 losses in nats, on the device.
     """
     output = decoder(input_ids=ids, use_cache=False)
-    total = torch.zeros((), dtype=torch.float64, device=ids.device)
     with _head_of(model, decoder, type(output)) as head:
-        for states, labels in _slices(model, output.last_hidden_state, ids, first_target):
-            losses = nn.functional.cross_entropy(head(states[None])[0].float(), labels, reduction="none")
-            total += losses.sum(dtype=torch.float64)
-    return total
+        losses = [
+            nn.functional.cross_entropy(head(states[None])[0].float(), labels, reduction="none")
+            for states, labels in _slices(model, output.last_hidden_state, ids, first_target)
+        ]
+    return torch.cat(losses).view(len(ids), -1).sum(1, dtype=torch.float64)
 
 
 def backward_of_summed_loss(

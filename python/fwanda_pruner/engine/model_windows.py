@@ -13,7 +13,7 @@ from ..model.targets import find_blocks
 from .attention import fast_attention, single_sequences
 from .compile_blocks import norms_beside
 from .device import model_device
-from .losses import backward_of_summed_loss, find_decoder, summed_loss
+from .losses import backward_of_summed_loss, find_decoder, summed_losses
 from .sums import Sums
 
 _BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
@@ -29,7 +29,8 @@ class ModelWindows:
             gradient: all of them are frozen meanwhile.
         label_seed: draw the labels of that loss from the model's own predictions with this seed; None: they are the
             text.
-        add_loss: if given, only the forward pass runs, and this is called with its summed loss [] fp64.
+        add_losses: if given, only the forward pass runs, and this is called with the summed losses of its windows, [B]
+            fp64.
         first_target: position of the first token whose loss counts.
     """
 
@@ -42,11 +43,11 @@ class ModelWindows:
         *,
         backward: bool = False,
         label_seed: int | None = None,
-        add_loss: Callable[[Tensor], None] | None = None,
+        add_losses: Callable[[Tensor], None] | None = None,
         first_target: int = 1,
     ):
         self._model, self._tokens = model, tokens
-        self._add_loss, self._first_target = add_loss, first_target
+        self._add_losses, self._first_target = add_losses, first_target
         self._label_seed, self._generator = label_seed, None
         self.backward = backward
         self.device = model_device(model)
@@ -67,8 +68,8 @@ class ModelWindows:
         ids = self._tokens[start : start + size].to(self.device)
         if self.backward:
             backward_of_summed_loss(self._model, self._decoder, ids, self._generator)
-        elif self._add_loss is not None:
-            self._add_loss(summed_loss(self._model, self._decoder, ids, first_target=self._first_target))
+        elif self._add_losses is not None:
+            self._add_losses(summed_losses(self._model, self._decoder, ids, first_target=self._first_target))
         else:
             self._decoder(input_ids=ids, use_cache=False)
 
@@ -88,12 +89,17 @@ class ModelWindows:
             self._generator = torch.Generator().manual_seed(self._label_seed)
 
 
-class LossSum(Sums):
-    """The summed loss of all windows: `loss` [] fp64, in nats."""
+class WindowLosses(Sums):
+    """The summed loss of each window: `losses` [S] fp64, in nats, in the order of the windows."""
 
-    def add(self, loss: Tensor) -> None:
-        """Adds the loss of one pass."""
-        self.merge({"loss": loss})
+    def add(self, losses: Tensor) -> None:
+        """Appends the losses of one pass."""
+        self.merge({"losses": losses})
+
+    def merge(self, tensors: Mapping[str, Tensor]) -> None:
+        """Appends the losses of later windows."""
+        known = [self._totals["losses"]] if self._totals else []
+        self._totals["losses"] = torch.cat([*known, tensors["losses"]])
 
 
 @contextmanager

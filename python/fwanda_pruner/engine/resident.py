@@ -15,7 +15,7 @@ from ..model.targets import Target, find_blocks
 from .device import model_device
 from .loop import PassRecord, PassSettings, run_windows
 from .masks_in_passing import MaskFunctions, masked_blocks
-from .model_windows import LossSum, ModelWindows
+from .model_windows import ModelWindows, WindowLosses
 from .resume import Unfinished
 from .sums import Sums
 from .walk import BlockWalk
@@ -112,7 +112,7 @@ class ResidentEngine:
             settings = settings or self.settings
             return run_windows(windows, sums, settings, label=self._shown(label), unfinished=unfinished)
 
-    def mean_loss(
+    def window_losses(
         self,
         tokens: Tensor,
         masks: MaskFunctions | None = None,
@@ -120,8 +120,8 @@ class ResidentEngine:
         first_target: int = 1,
         settings: PassSettings | None = None,
         label: str | None = None,
-    ) -> float:
-        """Mean next-token loss in nats over windows [S, L]; nan or inf where a logit is.
+    ) -> Tensor:
+        """Mean next-token loss of each window in nats: [S] fp64 on the CPU; nan or inf where a logit is.
 
         Args:
             tokens: [S, L] int64.
@@ -134,15 +134,14 @@ class ResidentEngine:
             UserError: the memory does not suffice.
         """
         settings = settings or PassSettings(max(1, _LOSS_TOKENS // tokens.shape[1]), compile="off")
-        total = LossSum()
-        windows = ModelWindows(self.model, tokens, add_loss=total.add, first_target=first_target)
+        losses = WindowLosses()
+        windows = ModelWindows(self.model, tokens, add_losses=losses.add, first_target=first_target)
         with ExitStack() as stack:
             if masks is not None:
                 stack.enter_context(self._split_experts())
                 stack.enter_context(masked_blocks(self._blocks, self.targets, masks))
-            run_windows(windows, total, settings, label=self._shown(label))
-        samples, length = tokens.shape
-        return float(total.tensors()["loss"]) / (samples * (length - first_target))
+            run_windows(windows, losses, settings, label=self._shown(label))
+        return losses.tensors()["losses"].cpu() / (tokens.shape[1] - first_target)
 
     @contextmanager
     def walk(self, tokens: Tensor) -> Iterator[BlockWalk]:

@@ -42,7 +42,7 @@ def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label
 def engine_perplexity(engine: Engine, tokens: Tensor, *, label: str) -> float:
     """perplexity() of the model of an engine, in evaluation mode."""
     check_tokens(engine.model, tokens)
-    loss = engine.mean_loss(tokens.long(), settings=_SETTINGS, label=label)
+    loss = float(engine.window_losses(tokens.long(), settings=_SETTINGS, label=label).mean())
     try:
         return math.exp(loss)
     except OverflowError:
@@ -73,8 +73,8 @@ def choose_bos(engine: Engine, tokenizer: Any, window: Tensor) -> bool:
     without = window[:-1]
     with_bos = torch.cat([window.new_tensor([bos]), without])
     check_tokens(engine.model, with_bos[None])
-    loss_with = engine.mean_loss(with_bos[None].long(), first_target=2)
-    return loss_with < engine.mean_loss(without[None].long())
+    loss_with = engine.window_losses(with_bos[None].long(), first_target=2)
+    return bool(loss_with < engine.window_losses(without[None].long()))
 
 
 def check_dense(perplexity: float, vocab_size: int, source: str) -> str | None:

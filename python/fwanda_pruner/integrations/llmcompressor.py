@@ -23,7 +23,7 @@ from ..engine.all_weights import check_finite
 from ..engine.device import evaluating
 from ..engine.engine import Engine, make_engine
 from ..errors import UserError
-from ..measure.statistics import Statistics, unseen_layer
+from ..measure.statistics import Statistics, unseen_layer, warn_unseen
 from ..measure.sums import StatisticsSums
 from ..methods.damping import damped_factor
 from ..model.targets import Target, check_model
@@ -156,6 +156,7 @@ class FWandaModifier(SparsityModifierBase):
         unseen = list(self._pending.values())
         for target in unseen:
             with disable_offloading():
+                warn_unseen(target)
                 self._inputs[target.name] = unseen_layer(target, target.weight.device)
         self._prune(unseen)
         self._budgets = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -31,8 +31,10 @@ class Statistics:
     Attributes:
         x2: name -> [C] fp32, sum_t X_tj^2.
         g2: name -> [R] fp32, sum_t G_ti^2 of the SUMMED next-token loss, or (sum_t G_ti)^2 / n_tokens where fisher is
-            "mean"; empty when no backward pass ran. omega is g2 / n_tokens either way.
+            "mean"; empty when no backward pass ran. omega is g2 over the tokens of the backward pass either way.
         n_tokens: name -> tokens that the module saw.
+        fisher_tokens: name -> those of them that the backward pass ran on; empty when it ran on all.
+        fisher_samples: the setting of how many windows that were.
         tokens_sha256: hash of the calibration windows.
         bos: whether each window starts with BOS.
         fisher: the variant of g2, as in measure_statistics(); None without g2.
@@ -44,6 +46,8 @@ class Statistics:
     x2: dict[str, Tensor] = field(default_factory=dict)
     g2: dict[str, Tensor] = field(default_factory=dict)
     n_tokens: dict[str, int] = field(default_factory=dict)
+    fisher_tokens: dict[str, int] = field(default_factory=dict)
+    fisher_samples: str | None = None
     tokens_sha256: str | None = None
     bos: bool | None = None
     fisher: str | None = None
@@ -57,7 +61,7 @@ class Statistics:
     ) -> Statistics:
         """The statistics of targets, from the tensors of StatisticsSums (SignedStatisticsSums for "mean").
 
-        A target that no token reached (an expert that was never routed to) gets zeros, and a warning names it.
+        A target that no token reached (an expert that was never routed to) gets zeros.
         """
         statistics = cls(fisher=fisher)
         for target in targets:
@@ -74,9 +78,17 @@ class Statistics:
                 statistics.g2[name] = layer.g2
         return statistics
 
+    def with_inputs_of(self, other: Statistics) -> Statistics:
+        """These statistics, with the squared inputs of other windows added, whose gradients were not measured."""
+        x2 = {name: x + other.x2[name] for name, x in self.x2.items()}
+        counts = {name: count + other.n_tokens[name] for name, count in self.n_tokens.items()}
+        return replace(self, x2=x2, n_tokens=counts, fisher_tokens=self.n_tokens)
+
     def layer(self, name: str) -> fk.LayerStatistics:
         """The sums of one target, which give its norm and omega."""
-        return fk.LayerStatistics(self.x2[name], self.g2.get(name), self.n_tokens[name])
+        return fk.LayerStatistics(
+            self.x2[name], self.g2.get(name), self.n_tokens[name], g2_tokens=self.fisher_tokens.get(name)
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file, whole or not at all.
@@ -127,9 +139,12 @@ class Statistics:
         Raises:
             ValueError: a value has the wrong type.
         """
-        counts = self.n_tokens.items()
+        counts = [*self.n_tokens.items(), *self.fisher_tokens.items()]
         counted = all(isinstance(name, str) and type(n) is int and 0 <= n < 2**63 for name, n in counts)
-        named = all(isinstance(value, (str, type(None))) for value in (self.tokens_sha256, self.fisher, self.weights))
+        named = all(
+            isinstance(value, (str, type(None)))
+            for value in (self.tokens_sha256, self.fisher, self.weights, self.fisher_samples)
+        )
         text = isinstance(self.text, dict) and set(self.text) <= set(settings_of("text"))
         passes = self.passes is None or (isinstance(self.passes, dict) and "checkpointing" in self.passes)
         if not (counted and named and text and passes and self.bos in (None, True, False)):
@@ -179,8 +194,7 @@ class Statistics:
 
 
 def unseen_layer(target: Target, device: torch.device) -> fk.LayerStatistics:
-    """Statistics of a module that met no calibration token, with a warning."""
-    warn_unseen(target)
+    """Statistics of a module that met no calibration token."""
     rows, cols = (torch.zeros(size, device=device) for size in target.shape)
     return fk.LayerStatistics(cols, rows, n_tokens=0)
 
@@ -195,10 +209,11 @@ def measure_statistics(
     tokens: Tensor,
     *,
     fisher: str | None = "empirical",
+    fisher_windows: Tensor | None = None,
     seed: int = 0,
-    unfinished: Unfinished | None = None,
+    unfinished: Callable[[str], Unfinished] | None = None,
 ) -> Statistics:
-    """Measures the targets in one forward pass and, with `fisher`, one activation-only backward pass over the text.
+    """Measures the targets in one forward pass over the text and, with `fisher`, one activation-only backward pass.
 
     Args:
         engine: of a dense model in eval mode.
@@ -207,8 +222,9 @@ def measure_statistics(
             "empirical": omega_i = mean_t G_ti^2, the labels are the text.
             "true": the same with each label drawn from the model's own prediction (softmax at temperature 1).
             "mean": omega_i = (mean_t G_ti)^2, the labels are the text.
+        fisher_windows: [F] int64 positions of the windows of the backward pass, ascending; None: all.
         seed: of the labels that "true" draws; the global random states are left alone.
-        unfinished: saves the sums about every minute, for an interrupted run.
+        unfinished: gives a place where the sums of a part of the passes are saved, for an interrupted run.
 
     Returns:
         Statistics on the engine's device.
@@ -221,17 +237,36 @@ def measure_statistics(
     frozen: the backward pass forms gradients of activations only. Source: the paper, algorithm 1; for "true" and "mean"
     its ablation "Which Fisher matters".
     """
+    if fisher is None or fisher_windows is None or len(fisher_windows) == len(tokens):
+        statistics = _measure(engine, tokens, fisher, seed, unfinished)
+    else:
+        others = torch.ones(len(tokens), dtype=torch.bool)
+        others[fisher_windows] = False
+        statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished)
+        statistics = statistics.with_inputs_of(_measure(engine, tokens[others], None, seed, unfinished))
+    for target in engine.targets:
+        if not statistics.n_tokens[target.name]:
+            warn_unseen(target)
+    statistics.weights = fingerprint(engine)
+    statistics.check(engine.targets, fisher=fisher is not None)
+    return statistics
+
+
+def _measure(
+    engine: Engine, tokens: Tensor, fisher: str | None, seed: int, unfinished: Callable[[str], Unfinished] | None
+) -> Statistics:
+    """One forward pass over windows [S, L], and the backward pass of each with `fisher`."""
     modules = {target.name: target.module for target in engine.targets}
     sums = SignedStatisticsSums(modules) if fisher == "mean" else StatisticsSums(modules)
+    name = "forward" if fisher is None else "backward"
     passes = engine.measure(
         tokens,
         sums,
         backward=fisher is not None,
         label_seed=seed if fisher == "true" else None,
         label="calibrate" if fisher is None else "calibrate (forward and backward)",
-        unfinished=unfinished,
+        unfinished=None if unfinished is None else unfinished(name),
     )
     statistics = Statistics.of_sums(sums.tensors(), engine.targets, fisher, engine.device)
-    statistics.weights, statistics.passes = fingerprint(engine), asdict(passes)
-    statistics.check(engine.targets, fisher=fisher is not None)
+    statistics.passes = asdict(passes)
     return statistics

@@ -78,9 +78,10 @@ class Report:
         bos: whether each window starts with BOS; None if the run read no text.
         warnings: the warnings of the run, one line each.
         omega_floored_rows: number of rows whose omega was raised to the floor; None if the method has no floor.
-        check: mean loss in nats on calibration text, of the pruned model (`pruned`) and of the dense model with Wanda's
-            masks (`wanda`). `held_out` says whether calibration did not read that text (a response allocation still
-            selects its round on it). None without a comparison.
+        domains: what pruning costs on the text of each calibration source and guard, one dict each: its `source`;
+            whether it is `calibrated` on; whether calibration did not read these windows (`unread`); the number of
+            `windows`; and the mean loss in nats of the `dense` model, of the dense model with Wanda's masks (`wanda`),
+            and of the `pruned` model. A loss is None where it was not measured or is not finite. Empty with --no-check.
         passes: how calibration ran (micro_batch, compiled, checkpointing, compile_seconds); None without calibration.
         row_histogram: number of rows by the share of weights that they keep, over all pruned matrices. Bin i of
             ROW_BINS holds the shares in [i / ROW_BINS, (i + 1) / ROW_BINS); the last bin also holds 1. None in records
@@ -102,7 +103,7 @@ class Report:
     bos: bool | None
     warnings: list[str]
     omega_floored_rows: int | None
-    check: dict | None
+    domains: list[dict]
     passes: dict | None
     row_histogram: list[int] | None = None
 
@@ -144,6 +145,7 @@ class Report:
         for stage, seconds in facts["seconds"].items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or abs(seconds) > 1e18:
                 raise UserError(f"key {_show('seconds.' + stage)} holds {_show(seconds)}, expected a number")
+        facts["domains"] = [_domain(domain, i) for i, domain in enumerate(facts["domains"])]
         facts["row_histogram"] = _row_histogram(data.get("row_histogram"))
         facts["matrices"] = [_matrix_row(row, i) for i, row in enumerate(facts["matrices"])]
         facts["perplexity"] = [_perplexity(text, i) for i, text in enumerate(facts["perplexity"])]
@@ -209,7 +211,7 @@ _KINDS = {
     "bos": (bool, type(None)),
     "warnings": list,
     "omega_floored_rows": (int, type(None)),
-    "check": (dict, type(None)),
+    "domains": list,
     "passes": (dict, type(None)),
 }
 _PERPLEXITY_KINDS = {
@@ -221,6 +223,15 @@ _PERPLEXITY_KINDS = {
     "tokens_sha256": str,
     "bos": (bool, type(None)),
     "tokenizer": (str, type(None)),
+}
+_DOMAIN_KINDS = {
+    "source": str,
+    "calibrated": bool,
+    "unread": bool,
+    "windows": int,
+    "dense": (int, float, type(None)),
+    "wanda": (int, float, type(None)),
+    "pruned": (int, float, type(None)),
 }
 _ROW_KINDS = {
     "name": str,
@@ -260,6 +271,15 @@ def _matrix_row(data: dict, index: int) -> MatrixRow:
             f"key {where + 'wanda_disagreement'!r} holds {_show(disagreement)}, expected a number in [0, 1] or null"
         )
     return MatrixRow(shape=tuple(shape), wanda_disagreement=disagreement, **facts)
+
+
+def _domain(data: dict, index: int) -> dict:
+    where = f"domains[{index}]."
+    facts = {key: _get(data, key, kinds, where) for key, kinds in _DOMAIN_KINDS.items()}
+    for key in ("dense", "wanda", "pruned"):
+        if isinstance(facts[key], bool) or not (facts[key] is None or math.isfinite(facts[key])):
+            raise UserError(f"key {where + key!r} holds {_show(facts[key])}, expected a number or null")
+    return facts
 
 
 def _row_histogram(counts) -> list[int] | None:

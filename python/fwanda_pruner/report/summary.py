@@ -44,11 +44,26 @@ def summary(report: Report) -> str:
         f"coverage    {_percent(coverage['blocks'])} of the block parameters lie in pruned matrices,"
         f" {_percent(coverage['model'])} of the model's",
         *(f"perplexity  {_change(text)} on {text['source']}  ({protocol_line(text)})" for text in report.perplexity),
+        *_domain_lines(report),
         f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
         f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
         f"energy      {_energy(report)}",
     ]
     return "\n".join(lines + [f"skipped     {line}" for line in skipped_lines(skipped)])
+
+
+def _domain_lines(report: Report) -> list[str]:
+    """Loss above that of the dense model on each domain, beside that of Wanda's masks."""
+    return [
+        f"domain      {domain['source']}: loss {_loss(domain['dense'])} -> {_loss(domain['pruned'])},"
+        f" Wanda {_loss(domain['wanda'])}  ({domain['windows']} windows,"
+        f" {'calibrated' if domain['calibrated'] else 'not calibrated'})"
+        for domain in report.domains
+    ]
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.3f}"
 
 
 def skipped_lines(rows: list[MatrixRow]) -> list[str]:

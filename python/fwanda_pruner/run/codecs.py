@@ -14,29 +14,36 @@ from ..engine.loop import PassRecord
 from ..measure.statistics import Statistics
 from ..methods.block_loop import PrunedBlock
 from ..report.record import MatrixRow
+from ..text.domains import Domain
 from .stage import Codec
-from .texts import HeldOut, Texts
+from .texts import Texts
 
 NUMBER: Codec[float] = Codec(lambda number: ({}, number), lambda _, number: number)
-NUMBERS: Codec[dict[str, float]] = Codec(lambda numbers: ({}, numbers), lambda _, numbers: numbers)
+TOKENS: Codec[Tensor] = Codec(lambda tokens: ({"tokens": tokens}, None), lambda tensors, _: tensors["tokens"])
+VALUES: Codec[dict] = Codec(lambda values: ({}, values), lambda _, values: values)
+_DOMAIN_TENSORS, _DOMAIN_VALUES = ("reported", "choice"), ("source", "calibrated", "guard", "unread")
 
 Tensors = dict[str, Tensor]
 
 
 def _encode_texts(texts: Texts) -> tuple[Tensors, dict]:
-    tensors = {"calibration": texts.calibration}
-    tensors |= {f"evaluation-{i}": windows for i, windows in enumerate(texts.evaluation.values())}
-    values = {"bos": texts.bos, "unread": None, "evaluation": list(texts.evaluation)}
-    if texts.held_out is not None:
-        tensors["held_out"] = texts.held_out.tokens  # they may be calibration windows: files share no memory
-        values["unread"] = texts.held_out.unread
+    tensors = {name: getattr(texts, name) for name in ("calibration", "labels")}
+    tensors |= {f"evaluation{i}": windows for i, windows in enumerate(texts.evaluation.values())}
+    for i, domain in enumerate(texts.domains):  # clones: files share no memory, and windows may serve two purposes
+        tensors |= {f"domain{i}.{part}": getattr(domain, part).clone() for part in _DOMAIN_TENSORS}
+    domains = [{name: getattr(domain, name) for name in _DOMAIN_VALUES} for domain in texts.domains]
+    values = {"bos": texts.bos, "domains": domains, "evaluation": list(texts.evaluation)}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}, values
 
 
 def _decode_texts(tensors: Tensors, values: dict) -> Texts:
-    held_out = HeldOut(tensors["held_out"], values["unread"]) if "held_out" in tensors else None
-    evaluation = {source: tensors[f"evaluation-{i}"] for i, source in enumerate(values["evaluation"])}
-    return Texts(tensors.get("calibration"), evaluation, held_out, values["bos"])
+    domains = [
+        Domain(**facts, **{part: tensors[f"domain{i}.{part}"] for part in _DOMAIN_TENSORS})
+        for i, facts in enumerate(values["domains"])
+    ]
+    evaluation = {source: tensors[f"evaluation{i}"] for i, source in enumerate(values["evaluation"])}
+    known = {name: tensors.get(name) for name in ("calibration", "labels")}
+    return Texts(**known, evaluation=evaluation, domains=tuple(domains), bos=values["bos"])
 
 
 TEXTS: Codec[Texts] = Codec(_encode_texts, _decode_texts)
@@ -66,7 +73,7 @@ def choice_codec(device: torch.device) -> Codec[Choice]:
 
 def round_codec(device: torch.device) -> Codec[Round]:
     def encode(state: Round) -> tuple[Tensors, dict]:
-        values = {"loss": state.loss, "micro_batch": state.micro_batch, "checkpointing": state.checkpointing}
+        values = {"losses": state.losses, "micro_batch": state.micro_batch, "checkpointing": state.checkpointing}
         return state.scales.tensors(), values
 
     return Codec(encode, lambda tensors, values: Round(ScoreScales.of_tensors(tensors, device), **values))

@@ -39,7 +39,7 @@ def prune(
     *,
     config: PruneConfig | None = None,
     statistics: Statistics | None = None,
-    calibration: str | Tensor | None = None,
+    calibration: str | Sequence[str] | Tensor | None = None,
     eval: str | Tensor | Sequence[str | Tensor] | None = None,
     state: RunState | None = None,
     progress: bool = True,
@@ -52,8 +52,8 @@ def prune(
         tokenizer: its tokenizer; not needed when all text is given as token ids.
         config: the settings; or give them by name in **settings.
         statistics: of this dense model, from collect(); the forward and backward pass is then left out.
-        calibration: overrides config.calibration; may be token ids [S, L] int64, used as they are.
-        eval: overrides config.eval; a name, token ids [S, L] int64, or a list of them. Ids are used as they are, and
+        calibration: overrides config.calibration; a text, several, or token ids [S, L] int64, used as they are.
+        eval: overrides config.eval; a text, token ids [S, L] int64, or a list of them. Ids are used as they are, and
             are named "tokens", "tokens 2" and so on in the record.
         state: keeps finished stages, so that an interrupted run does not repeat them.
         progress: show bars, where standard error is a terminal.
@@ -87,7 +87,7 @@ def run_prune(
     *,
     config: PruneConfig,
     statistics: Statistics | None = None,
-    calibration: str | Tensor | None = None,
+    calibration: str | Sequence[str] | Tensor | None = None,
     eval: str | Tensor | Sequence[str | Tensor] | None = None,
     state: RunState | None = None,
     progress: bool = True,
@@ -117,20 +117,23 @@ def run_prune(
         stages.check_given(config, model, statistics)
         stages.identify(state, config, engine, sources, statistics)
 
-        texts = stages.texts(stage, engine, config, tokenizer, sources, statistics, choice)
+        own, sampling_energy = stages.own_text(stage, engine, config, tokenizer)
+        texts = stages.texts(stage, engine, config, tokenizer, sources, statistics, own)
         dense = stages.dense_perplexity(stage, engine, texts)
         with stage.metered(EnergyMeter(device, config.energy)) as energy:
             statistics, passes = stages.statistics(stage, engine, config, texts, statistics)
             choice = stages.choice(stage, engine, config, texts, statistics, choice)
             settled, scales = (config, None) if choice is None else (choice.apply(config), choice.scales)
             budgets = stages.budgets(stage, engine, settled, statistics, scales)
-            wanda_loss = stages.wanda_loss(stage, engine, settled, texts, statistics)
+            before = stages.losses_before(stage, engine, settled, texts, statistics)
             token_sq_grads, gradient_passes = stages.token_sq_grads(stage, engine, config, texts)
             inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads)
             rows, row_histogram = stages.pruned_blocks(stage, engine, settled, inputs)
-            check = stages.comparison(stage, engine, config, texts, wanda_loss)
+            domains = stages.domains(stage, engine, config, texts, before)
         pruned = stages.pruned_perplexity(stage, engine, texts)
 
+        energy_details = energy.to_dict()
+        energy_details["phases"] = sampling_energy | energy_details["phases"]
         passes, counts = passes or gradient_passes, count_weights(engine)
         report = Report(
             config={**_described(model, config, engine), "chosen": None if choice is None else choice.to_dict()},
@@ -146,13 +149,13 @@ def run_prune(
             seconds=dict(stage.seconds),
             peak_memory_bytes=_peak_memory(stage, device),
             energy=energy.result,
-            energy_details=energy.to_dict(),
+            energy_details=energy_details,
             versions=versions(device),
             tokens_sha256=_calibration_sha256(texts, statistics),
             bos=texts.bos,
             warnings=list(stage.notes),
             omega_floored_rows=_floored_rows(settled, scales, statistics, targets),
-            check=check,
+            domains=domains,
             passes=None if passes is None else asdict(passes),
             row_histogram=row_histogram,
         )
@@ -180,7 +183,8 @@ def collect(
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
-        texts = read_texts(config, engine, tokenizer, sources, calibration=True)
+        own, _ = stages.own_text(stage, engine, config, tokenizer)
+        texts = read_texts(config, engine, tokenizer, sources, own, calibration=True)
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
 
 

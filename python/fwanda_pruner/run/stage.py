@@ -28,6 +28,7 @@ class StageName(str, Enum):
     """Stages of a run, in order; the values are the keys of `seconds` in fwanda.json."""
 
     LOAD = "load"
+    SAMPLE = "sample"
     TEXT = "text"
     EVAL_DENSE = "eval_dense"
     CALIBRATE = "calibrate"
@@ -107,9 +108,9 @@ class Stages:
             self._state.forget_parts(name.value)
         return result
 
-    def unfinished(self, name: StageName) -> _UnfinishedStage:
-        """Where one long computation inside a stage saves its state, about every minute."""
-        return _UnfinishedStage(self._state, f"{name.value}-part")
+    def unfinished(self, name: StageName, part: str = "part") -> _UnfinishedStage:
+        """Where one long computation inside a stage saves its state; the parts of a stage have different names."""
+        return _UnfinishedStage(self._state, f"{name.value}-{part}")
 
     def steps(self, name: StageName, codec: Codec[T]) -> _StageSteps[T]:
         """Where a stage of many steps keeps the result of each."""

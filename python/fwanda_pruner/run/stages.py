@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
 from ..allocate.budgets import ScoreScales, keep_budgets
-from ..allocate.masks import held_out_loss, masks_of
-from ..allocate.search import Choice, choose
+from ..allocate.judge import Losses, domain_losses
+from ..allocate.masks import masks_of
+from ..allocate.search import Choice, choose, wanda_config
 from ..config import PruneConfig
 from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine, make_engine
@@ -26,11 +28,14 @@ from ..methods.block_loop import prune_blocks
 from ..methods.job import Inputs
 from ..model.targets import find_targets
 from ..report.record import MatrixRow, versions
+from ..text.domains import Domain, spread_evenly
+from ..text.own_text import sample_tokens, start_token_of
 from ..text.windows import tokens_sha256
 from . import codecs
+from .energy import EnergyMeter
 from .stage import StageName, Stages
 from .state import RunState
-from .texts import Sources, Texts, read_texts
+from .texts import Sources, Texts, own_windows, read_texts
 
 
 def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None) -> None:
@@ -68,6 +73,34 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
         state.notes.append("resumed: seconds and energy are those of the last part")
 
 
+def own_text(stage: Stages, engine: Engine, config: PruneConfig, tokenizer) -> tuple[Tensor | None, dict]:
+    """[S, L] int64 windows that the model writes itself, None where no source is that; and the energy that they took.
+
+    The energy is {stage: value}, as in EnergyMeter.to_dict()["phases"].
+    """
+    count = own_windows(config)
+    if not count:
+        return None, {}
+    if tokenizer is None:
+        raise UserError("the model's own text needs a tokenizer: pass one, or token ids [S, seqlen] as calibration")
+    start = start_token_of(engine.model, tokenizer, config.start_token)
+    with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
+        tokens = stage(
+            StageName.SAMPLE,
+            lambda: sample_tokens(
+                engine.model,
+                start_token=start,
+                nsamples=count,
+                seqlen=config.seqlen,
+                seed=config.seed,
+                progress=engine.progress,
+                unfinished=stage.unfinished(StageName.SAMPLE),
+            ),
+            codecs.TOKENS,
+        )
+    return tokens, energy.to_dict()["phases"]
+
+
 def texts(
     stage: Stages,
     engine: Engine,
@@ -75,9 +108,9 @@ def texts(
     tokenizer,
     sources: Sources,
     given: Statistics | None,
-    choice: Choice | None,
+    own: Tensor | None,
 ) -> Texts:
-    """What the run reads."""
+    """What the run reads, with [S, L] int64 windows of the model's own text where a source is that."""
     measures = config.reads_statistics and given is None
     return stage(
         StageName.TEXT,
@@ -86,8 +119,9 @@ def texts(
             engine,
             tokenizer,
             sources,
+            own,
             calibration=config.runs_blocks or config.responds or measures,
-            held_out=config.checks or (config.responds and choice is None),
+            domains=config.responds or not config.no_check,
         ),
         codecs.TEXTS,
     )
@@ -125,10 +159,17 @@ def measured_statistics(
 
     def compute() -> Statistics:
         measured = measure_statistics(
-            engine, texts.calibration, fisher=fisher, seed=config.seed, unfinished=stage.unfinished(StageName.CALIBRATE)
+            engine,
+            texts.calibration,
+            fisher=fisher,
+            fisher_windows=spread_evenly(texts.labels, config.fisher_windows),
+            seed=config.seed,
+            unfinished=partial(stage.unfinished, StageName.CALIBRATE),
         )
         text = config.select("text")
-        return replace(measured, tokens_sha256=tokens_sha256(texts.calibration), bos=texts.bos, text=text)
+        text["calibration"] = list(text["calibration"])
+        read = {"tokens_sha256": tokens_sha256(texts.calibration), "bos": texts.bos, "text": text}
+        return replace(measured, **read, fisher_samples=config.fisher_samples)
 
     return stage(StageName.CALIBRATE, compute, codecs.statistics_codec(engine.device))
 
@@ -152,14 +193,17 @@ def choice(
     if not config.responds:
         return None
     noted = len(stage.notes)
-    if not texts.held_out.unread:
+    read = [domain.source for domain in texts.domains if not domain.unread]
+    if read:
         warnings.warn(
-            "no calibration text is left to choose on: the allocation is chosen on its last windows", stacklevel=2
+            f"no text of {', '.join(read)} is left to choose on: the allocation is chosen on the last windows of the "
+            f"calibration",
+            stacklevel=2,
         )
     rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
     chosen = stage(
         StageName.CHOOSE,
-        lambda: choose(engine, texts.calibration, texts.held_out.tokens, statistics, config, rounds=rounds),
+        lambda: choose(engine, texts.calibration, texts.domains, statistics, config, rounds=rounds),
         codecs.choice_codec(engine.device),
     )
     return replace(chosen, notes=tuple(stage.notes[noted:]))
@@ -182,18 +226,28 @@ def budgets(
     )
 
 
-def wanda_loss(
+def losses_before(
     stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, statistics: Statistics | None
-) -> float | None:
-    """Held-out loss in nats of Wanda's masks, before anything is pruned; None where the result is not compared."""
-    if not config.checks or texts.held_out is None:
+) -> dict[str, Losses] | None:
+    """Losses of each domain before anything is pruned: "dense", and "wanda" under Wanda's masks where they differ.
+
+    None where nothing is compared.
+    """
+    if config.no_check or not texts.domains:
         return None
-    wanda = replace(config, method="fwanda", allocation="uniform")
-    return stage(
-        StageName.CHECK,
-        lambda: held_out_loss(engine, texts.held_out.tokens, masks_of(wanda, engine, statistics)),
-        codecs.NUMBER,
-    )
+
+    def compute() -> dict[str, Losses]:
+        losses = {"dense": domain_losses(engine, _reported(texts))}
+        if config.compares_with_wanda:
+            masks = masks_of(wanda_config(config), engine, statistics)
+            losses["wanda"] = domain_losses(engine, _reported(texts), masks)
+        return losses
+
+    return stage(StageName.CHECK, compute, codecs.VALUES)
+
+
+def _reported(texts: Texts) -> dict[str, Tensor]:
+    return {domain.source: domain.reported for domain in texts.domains}
 
 
 def token_sq_grads(
@@ -223,20 +277,38 @@ def pruned_blocks(
     return stage(StageName.PRUNE, lambda: prune_blocks(engine, config, inputs, blocks))
 
 
-def comparison(stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, wanda: float | None) -> dict | None:
-    """Report.check: the losses of the pruned model and of Wanda's masks, with a warning where Wanda's is lower."""
-    if wanda is None:
-        return None
-    pruned = stage(StageName.CHECK, lambda: held_out_loss(engine, texts.held_out.tokens))
-    if math.isfinite(wanda) and pruned > wanda:
-        where = "held-out calibration text" if texts.held_out.unread else "calibration text"
-        advice = "" if config.responds else "; try --allocation auto"
-        warnings.warn(
-            f"worse than Wanda on {where}: a loss of {pruned:.3f}, where Wanda's masks give {wanda:.3f}{advice}",
-            stacklevel=2,
-        )
-    losses = {"wanda": wanda, "held_out": texts.held_out.unread, "pruned": pruned}
-    return {key: loss if math.isfinite(loss) else None for key, loss in losses.items()}
+def domains(
+    stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, before: dict[str, Losses] | None
+) -> list[dict]:
+    """Report.domains: losses of the dense and the pruned model, with a warning where Wanda's masks are better."""
+    if before is None:
+        return []
+    pruned = stage(StageName.CHECK, lambda: domain_losses(engine, _reported(texts)))
+    # Wanda's own masks are the result of wanda and of uniform fwanda
+    wanda = before.get("wanda", pruned if config.traits.scores_inputs else {})
+    rows = []
+    for domain in texts.domains:
+        name = domain.source
+        losses = {"dense": before["dense"][name], "wanda": wanda.get(name, math.inf), "pruned": pruned[name]}
+        if math.isfinite(losses["wanda"]) and losses["pruned"] > losses["wanda"]:
+            warnings.warn(_worse_than_wanda(config, domain, losses), stacklevel=2)
+        finite = {key: loss if math.isfinite(loss) else None for key, loss in losses.items()}
+        facts = {"source": name, "calibrated": domain.calibrated, "unread": domain.unread}
+        rows.append({**facts, "windows": len(domain.reported), **finite})
+    return rows
+
+
+def _worse_than_wanda(config: PruneConfig, domain: Domain, losses: Losses) -> str:
+    where = f"{domain.source}, which calibration read" if not domain.unread else domain.source
+    advice = "; try --allocation auto"
+    if not domain.calibrated:
+        advice = f"; add that text to the calibration: --calibration {domain.source}"
+    elif config.responds:
+        advice = "; give it a larger share of the calibration, or take --method wanda"
+    return (
+        f"worse than Wanda on {where}: a loss of {losses['pruned']:.3f}, where Wanda's masks give "
+        f"{losses['wanda']:.3f}{advice}"
+    )
 
 
 def pruned_perplexity(stage: Stages, engine: Engine, texts: Texts) -> dict[str, float]:
@@ -260,4 +332,4 @@ def _perplexities(stage: Stages, name: StageName, engine: Engine, texts: Texts, 
             found[source] = value
         return found
 
-    return stage(name, compute, codecs.NUMBERS)
+    return stage(name, compute, codecs.VALUES)

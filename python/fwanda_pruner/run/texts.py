@@ -1,22 +1,34 @@
-"""The texts of a run, as token ids: calibration, evaluation, and windows that calibration did not read."""
+"""The texts of a run, as token ids: calibration, evaluation, and windows for comparisons."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..allocate.search import HELD_OUT
 from ..config import PruneConfig
 from ..engine.engine import Engine
 from ..errors import UserError
 from ..evaluate.perplexity import check_tokens, choose_bos
 from ..measure.statistics import Statistics
 from ..model.targets import check_length
+from ..source_shares import OWN_TEXT, counts_of, interleaved, parse_sources
+from ..text.domains import REPORTED, Domain, choice_windows, split_windows
 from ..text.sources import file_sha256
-from ..text.windows import calibration_tokens, evaluation_tokens, held_out_tokens, tokens_sha256
+from ..text.windows import (
+    calibration_tokens,
+    draw_windows,
+    evaluation_tokens,
+    guard_tokens,
+    tokens_sha256,
+    warn_if_few,
+    with_bos,
+)
 
 _TOKENS = "tokens"  # the source of text that was given as token ids
 
@@ -26,34 +38,26 @@ class Sources:
     """Where the texts come from.
 
     Attributes:
-        calibration: a source by name, or token ids [S, L] int64.
-        evaluation: name in the record -> the same.
+        calibration: sources by name, as config.calibration, or token ids [S, L] int64.
+        evaluation: name in the record -> a source by name, or token ids [S, L] int64.
         bos: whether windows begin with BOS; None: decide by the loss of the dense model.
     """
 
-    calibration: str | Tensor
+    calibration: tuple[str, ...] | Tensor
     evaluation: dict[str, str | Tensor]
     bos: bool | None
 
-    def identity(self) -> dict[str, Any]:
-        """Hashes, as JSON values, that tell these texts from others."""
-        return {
-            "calibration_sha256": _text_sha256(self.calibration),
-            "eval_sha256": [_text_sha256(text) for text in self.evaluation.values()],
-        }
+    def identity(self) -> dict:
+        """Hashes that tell these texts from others."""
+        given = self.calibration
+        texts = [given] if isinstance(given, Tensor) else [source.name for source in parse_sources(given)]
+        evaluation = self.evaluation.values()
+        return {"calibration_sha256": list(map(_sha256, texts)), "eval_sha256": list(map(_sha256, evaluation))}
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Windows for decisions and comparisons.
-
-    Attributes:
-        tokens: [S, L] int64.
-        unread: whether calibration has not read them. Otherwise they are its last windows.
-    """
-
-    tokens: Tensor
-    unread: bool
+def _sha256(text: str | Tensor) -> Any:
+    """Hash of token ids, with their shape, or of a local file; None for other texts."""
+    return [tokens_sha256(text), *text.shape] if isinstance(text, Tensor) else file_sha256(text)
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,16 @@ class Texts:
 
     Attributes:
         calibration: [S, L] int64 windows on the CPU.
-        evaluation: source -> the same, in the order of the record.
-        held_out: for the search of an allocation and the comparison with Wanda.
+        labels: [S] int64, the position of the source of each of them in config.sources.
+        evaluation: source -> [S, L] int64 windows on the CPU, in the order of the record.
+        domains: windows for comparisons, and for the choice of an allocation.
         bos: whether windows begin with BOS; None until a text has decided it.
     """
 
     calibration: Tensor | None
+    labels: Tensor | None
     evaluation: dict[str, Tensor]
-    held_out: HeldOut | None
+    domains: tuple[Domain, ...]
     bos: bool | None
 
 
@@ -84,10 +90,10 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
         if not config.runs_blocks:
             _warn_of_other_text(config, statistics)
-            changes |= statistics.text
+            changes |= statistics.text | {"fisher_samples": statistics.fisher_samples or config.fisher_samples}
     if isinstance(calibration, Tensor):
         _check_ids("calibration", calibration)
-        changes |= {"calibration": _TOKENS, "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
+        changes |= {"calibration": (_TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
     elif calibration is not None:
         changes["calibration"] = calibration
     if eval is not None:
@@ -120,15 +126,11 @@ def _check_ids(name: str, tokens: Tensor) -> None:
         raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
 
 
-def _text_sha256(text: str | Tensor) -> Any:
-    """Hash of token ids, with their shape, or of a local file; None for any other text."""
-    return [tokens_sha256(text), *text.shape] if isinstance(text, Tensor) else file_sha256(text)
-
-
 def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
     defaults = {f.name: f.default for f in fields(PruneConfig)}
     for name, value in statistics.text.items():
         asked = getattr(config, name)
+        value = tuple(value) if isinstance(value, list) else value
         if asked not in (value, defaults[name]):
             warnings.warn(f"--{name} {asked} has no effect: the statistics are of --{name} {value}", stacklevel=4)
 
@@ -160,14 +162,23 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
     )
 
 
+def own_windows(config: PruneConfig) -> int:
+    """How many windows of the model's own text a run needs; 0 where it reads none."""
+    if not config.writes_text:
+        return 0
+    counts = dict(zip((s.name for s in config.sources), counts_of(config.sources, config.nsamples), strict=True))
+    return counts.get(OWN_TEXT, 0) + _further(config)
+
+
 def read_texts(
     config: PruneConfig,
     engine: Engine,
     tokenizer,
     sources: Sources,
+    own: Tensor | None = None,
     *,
     calibration: bool,
-    held_out: bool = False,
+    domains: bool = False,
 ) -> Texts:
     """Tokenises the texts of a run. The first one decides about BOS where the settings leave it open.
 
@@ -175,64 +186,177 @@ def read_texts(
         config: from with_sources().
         engine, tokenizer: of the run.
         sources: from sources_of().
+        own: [own_windows(config), L] int64 text that the model wrote; None where no source is OWN_TEXT.
         calibration: whether to read the calibration text.
-        held_out: whether to read held-out windows.
+        domains: whether to read windows for comparisons.
 
     Raises:
-        UserError: a text cannot be read, or its windows do not suit the model. If only the comparison with Wanda needs
-            held-out windows, that is a warning instead.
+        UserError: a text cannot be read, or its windows do not suit the model. If only a comparison needs a calibration
+            text or a guard that was not asked for, that is a warning instead.
     """
-    bos, tokens, windows, held = sources.bos, None, {}, None
+    reader = _Reader(config, engine, tokenizer, sources, own)
+    bos, mix, windows = sources.bos, None, {}
     if calibration:
-        tokens, bos = _read_calibration(config, engine, tokenizer, sources, bos)
+        mix, bos = reader.mix(bos)
     for name, source in sources.evaluation.items():
-        settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
-        if isinstance(source, Tensor):
-            settings = {"seqlen": source.shape[1]}
-        windows[name], bos = _read(evaluation_tokens, source, engine, tokenizer, bos, settings)
-    if held_out:
+        windows[name], bos = reader.evaluation(source, bos)
+    found: list[Domain] = []
+    if domains:
+        if mix is None and config.compares_with_wanda:
+            mix, bos = reader.mix_if_readable(bos)
+        found, bos = reader.domains(mix, bos)
+    return Texts(mix.tokens if calibration else None, mix.labels if calibration else None, windows, tuple(found), bos)
+
+
+@dataclass(frozen=True)
+class _Mix:
+    """Windows, those of several sources interleaved.
+
+    Attributes:
+        tokens: [S, L] int64.
+        labels: [S] int64, the source of each window.
+        further: for each source [S', L] int64 windows of it that are not among them.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    further: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> _Mix:
+        """Windows of one source."""
+        return cls(tokens, torch.zeros(len(tokens), dtype=torch.int64), (tokens[:0],))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the texts of one run; the arguments are those of read_texts()."""
+
+    config: PruneConfig
+    engine: Engine
+    tokenizer: Any
+    sources: Sources
+    own: Tensor | None
+
+    def decided(self, read: Callable[..., _Mix], bos: bool | None, given: Any) -> tuple[_Mix, bool | None]:
+        """What read(bos=) gives, and whether windows begin with BOS: if undecided, by the first window that it gives.
+
+        Args:
+            read: reads a text.
+            bos: None: undecided.
+            given: the text; token ids are used as they are and decide nothing.
+        """
+        mix = read(bos=bool(bos))
+        if bos is None and not isinstance(given, Tensor):
+            bos = mix.tokens.shape[1] > 2 and choose_bos(self.engine, self.tokenizer, mix.tokens[0])
+            mix = read(bos=True) if bos else mix
+        check_tokens(self.engine.model, mix.tokens)
+        return mix, bos
+
+    def evaluation(self, text: str | Tensor, bos: bool | None) -> tuple[Tensor, bool | None]:
+        """The windows of one evaluation text."""
+        settings = {"seqlen": self.config.eval_seqlen, "windows": self.config.eval_windows}
+        if isinstance(text, Tensor):
+            settings = {"seqlen": text.shape[1]}
+        check_length(self.engine.model, settings["seqlen"])
+
+        def read(*, bos: bool) -> _Mix:
+            return _Mix.of(evaluation_tokens(text, self.tokenizer, **settings, bos=bos))
+
+        mix, bos = self.decided(read, bos, text)
+        return mix.tokens, bos
+
+    def mix(self, bos: bool | None) -> tuple[_Mix, bool | None]:
+        """The calibration text.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        check_length(self.engine.model, self.config.seqlen)
+        return self.decided(self._mix, bos, self.sources.calibration)
+
+    def mix_if_readable(self, bos: bool | None) -> tuple[_Mix | None, bool | None]:
+        """The calibration text where only a comparison needs it: a text that cannot be read gives a warning."""
         try:
-            held, bos = _read_held_out(config, engine, tokenizer, sources, bos, tokens)
+            return self.mix(bos)
         except UserError as error:
-            if config.responds:
-                raise
-            warnings.warn(f"the result was not compared with Wanda's: {error}", stacklevel=2)
-    return Texts(tokens, windows, held, bos)
+            warnings.warn(f"the result was not compared with Wanda's on the calibration text: {error}", stacklevel=3)
+            return None, bos
+
+    def _mix(self, *, bos: bool) -> _Mix:
+        config, given = self.config, self.sources.calibration
+        if isinstance(given, Tensor):
+            tokens = calibration_tokens(given, None, **self._settings(len(given)), bos=bos)
+            return _Mix.of(tokens)
+        if given == (_TOKENS,):
+            raise UserError("the statistics were measured on token ids; give the same ids as calibration")
+        counts = counts_of(config.sources, config.nsamples)
+        parts, further = zip(
+            *(self._source(s.name, n, bos) for s, n in zip(config.sources, counts, strict=True)), strict=True
+        )
+        warn_if_few(config.nsamples)
+        order = interleaved(counts)
+        nexts = [iter(part) for part in parts]
+        tokens = torch.stack([next(nexts[label]) for label in order])
+        return _Mix(tokens, torch.tensor(order), further)
+
+    def _source(self, name: str, count: int, bos: bool) -> tuple[Tensor, Tensor]:
+        """Windows of one source for calibration, and further ones."""
+        if name == OWN_TEXT:
+            own = with_bos(self.own, self.tokenizer) if bos else self.own
+            return own[:count], own[count:]
+        return draw_windows(name, self.tokenizer, **self._settings(count), further=_further(self.config), bos=bos)
+
+    def _settings(self, count: int) -> dict:
+        return {"nsamples": count, "seqlen": self.config.seqlen, "seed": self.config.seed}
+
+    def domains(self, mix: _Mix | None, bos: bool | None) -> tuple[list[Domain], bool | None]:
+        """Windows of the calibration sources and of the guards."""
+        names = [source.name for source in self.config.sources]
+        found = [self._calibrated(mix, label, name) for label, name in enumerate(names)] if mix is not None else []
+        read = [domain.source for domain in found]
+        for name in self.config.guards:
+            if name in read or (self.tokenizer is None and self.config.guard is None):
+                continue
+            try:
+                mix, bos = self.decided(partial(self._guard, name), bos, name)
+            except UserError as error:
+                if self.config.guard is not None:
+                    raise
+                warnings.warn(f"the guard {name} was left out: {error}", stacklevel=3)
+                continue
+            reads = self.config.reads_text and name in names
+            found.append(self._domain(name, mix.tokens, calibrated=reads, unread=not reads))
+        return found, bos
+
+    def _guard(self, name: str, *, bos: bool) -> _Mix:
+        check_length(self.engine.model, self.config.seqlen)
+        count = _further(self.config)
+        if name == OWN_TEXT:
+            return _Mix.of((with_bos(self.own, self.tokenizer) if bos else self.own)[-count:])
+        return _Mix.of(guard_tokens(name, self.tokenizer, windows=count, seqlen=self.config.seqlen, bos=bos))
+
+    def _calibrated(self, mix: _Mix, label: int, name: str) -> Domain:
+        windows = mix.further[label]
+        unread = len(windows) > 0
+        if not unread:
+            windows = mix.tokens[mix.labels == label][-_further(self.config) :]
+        return self._domain(name, windows, calibrated=True, unread=unread)
+
+    def _domain(self, name: str, windows: Tensor, *, calibrated: bool, unread: bool) -> Domain:
+        reported, choice = split_windows(windows, _choice(self.config))
+        return Domain(name, calibrated, name in self.config.guards, unread, reported, choice)
 
 
-def _read_calibration(config: PruneConfig, engine: Engine, tokenizer, sources: Sources, bos: bool | None):
-    settings = config.select("text")
-    del settings["calibration"]
-    return _read(calibration_tokens, sources.calibration, engine, tokenizer, bos, settings)
+def _choice(config: PruneConfig) -> int:
+    """Windows of each domain on which the allocation is chosen."""
+    names = {source.name for source in config.sources} | set(config.guards)
+    return choice_windows(len(names)) if config.responds else 0
 
 
-def _read(read, source: str | Tensor, engine: Engine, tokenizer, bos: bool | None, settings: dict):
-    """Windows of one text, and whether they begin with BOS."""
-    check_length(engine.model, settings["seqlen"])
-    decide = bos is None and not isinstance(source, Tensor)
-    tokens = read(source, tokenizer, bos=bool(bos), **settings)
-    if decide:
-        bos = tokens.shape[1] > 2 and choose_bos(engine, tokenizer, tokens[0])
-        tokens = read(source, tokenizer, bos=True, **settings) if bos else tokens
-    check_tokens(engine.model, tokens)
-    return tokens, bos
-
-
-def _read_held_out(
-    config: PruneConfig, engine: Engine, tokenizer, sources: Sources, bos: bool | None, tokens: Tensor | None
-) -> tuple[HeldOut, bool | None]:
-    """Windows of the calibration text that calibration does not read, or else its last ones."""
-    if isinstance(sources.calibration, str) and sources.calibration == _TOKENS:
-        raise UserError("the statistics were measured on token ids; give the same ids as calibration")
-    if not isinstance(sources.calibration, Tensor):
-        settings = config.select("text")
-        source = settings.pop("calibration")
-        windows = held_out_tokens(source, tokenizer, **settings, bos=bool(bos), windows=HELD_OUT)
-        if windows is not None:
-            return HeldOut(windows, unread=True), bos
-    if tokens is None:
-        tokens, bos = _read_calibration(config, engine, tokenizer, sources, bos)
-    return HeldOut(tokens[-HELD_OUT:], unread=False), bos
+def _further(config: PruneConfig) -> int:
+    """Windows of each domain, besides those of the calibration."""
+    return REPORTED + _choice(config)
 
 
 def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:

@@ -97,7 +97,7 @@ def run(
     with user_errors(Path(output)):
         folder.mkdir(parents=True, exist_ok=True)
     engine = make_engine(model, find_targets(model)[0], recipe.cells[0])
-    names = {name for config in recipe.cells for name in (config.calibration, *config.eval)}
+    names = {name for config in recipe.cells for name in _text_names(config)}
     texts = {name: file_sha256(name) for name in names}
     sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
     weights = _copied(engine)
@@ -208,13 +208,17 @@ def _calibration(config: PruneConfig) -> tuple[str, ...]:
     return tuple(map(str, config.select(*CALIBRATION).values()))
 
 
+def _text_names(config: PruneConfig) -> list[str]:
+    return [*(source.name for source in config.sources), *config.eval]
+
+
 def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
     """The file of a cell. Its name is a hash of all that the result depends on."""
     facts = {
         **config.to_dict(),
         "version": fk.__version__,
         "weights": sweep.weights,
-        "texts": [sweep.texts.get(name) for name in (config.calibration, *config.eval)],
+        "texts": [sweep.texts.get(name) for name in _text_names(config)],
         "tasks": sweep.recipe.tasks,
         "limit": sweep.tasks.limit,
         "shared": sweep.recipe.share_statistics,

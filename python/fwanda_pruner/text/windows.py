@@ -23,75 +23,107 @@ _FEW_SAMPLES = 16
 def calibration_tokens(
     source: str | Tensor, tokenizer: Any, *, nsamples: int, seqlen: int, seed: int, bos: bool
 ) -> Tensor:
-    """Draw calibration windows from a text.
-
-    Documents are tokenised in file order without special tokens, joined and cut into windows. `nsamples` of these are
-    drawn without replacement. If there are fewer, all windows are drawn from random offsets instead, with a warning.
-    "c4" is drawn as the Wanda release does it, with the same random numbers: each window is a random part of a random
-    document that is longer than the window. The global random states do not change.
+    """Draw calibration windows from one text, as draw_windows() does.
 
     Args:
         source: the name of a text, see `load_documents`. Or integer token ids [S, seqlen], which are returned as int64
             without a change: all S rows, and no BOS added.
         tokenizer: a Hugging Face tokenizer. May be None if source is a tensor.
         nsamples: windows to draw, at least 1; fewer than 16 give a warning.
-        seqlen: tokens in a window, BOS included, at least 2.
-        seed: of the draw.
-        bos: whether each window is BOS and then seqlen - 1 tokens of text.
+        seqlen, seed, bos: as for `draw_windows`.
 
     Returns:
         [nsamples, seqlen] int64 on the CPU.
 
     Raises:
-        UserError: a number or tensor is out of range, the source cannot be read or is shorter than one window, or the
-            tokenizer has no BOS token.
+        UserError: as for `draw_windows`, or a tensor is out of range.
+    """
+    if isinstance(source, Tensor):
+        tokens = _check_tensor(source, seqlen)
+    else:
+        tokens, _ = draw_windows(source, tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed, bos=bos)
+    warn_if_few(len(tokens))
+    return tokens
+
+
+def draw_windows(
+    source: str, tokenizer: Any, *, nsamples: int, further: int = 0, seqlen: int, seed: int, bos: bool
+) -> tuple[Tensor, Tensor]:
+    """Draw windows for calibration from one text, and further ones that calibration does not read.
+
+    Documents are tokenised in file order without special tokens, joined and cut into windows. The windows are drawn
+    without replacement. If there are fewer than `nsamples`, all are drawn from random offsets instead, with a warning,
+    and none is left. "c4" is drawn as the Wanda release does it, with the same random numbers: each window is a random
+    part of a random document that is longer than the window. The global random states do not change.
+
+    Args:
+        source: the name of a text, see `load_documents`.
+        tokenizer: a Hugging Face tokenizer.
+        nsamples: windows for calibration, at least 1.
+        further: how many others are wanted. They do not change those for calibration.
+        seqlen: tokens in a window, BOS included, at least 2.
+        seed: of the draw.
+        bos: whether each window is BOS and then seqlen - 1 tokens of text.
+
+    Returns:
+        [nsamples, seqlen] and [at most further, seqlen] int64 on the CPU.
+
+    Raises:
+        UserError: a number is out of range, the source cannot be read or is shorter than one window, or the tokenizer
+            has no BOS token.
     """
     _require_at_least(1, nsamples=nsamples)
     _require_at_least(2, seqlen=seqlen)
-    if isinstance(source, Tensor):
-        tokens = _check_tensor(source, seqlen)
-        _warn_if_few(len(tokens))
-        return tokens
     prefix = _prefix(tokenizer, bos)
     length = seqlen - len(prefix)
     documents = load_documents(source, purpose="calibration")
-    _warn_if_few(nsamples)
     if _window_per_document(source):
-        return _with_prefix(prefix, _draw_from_documents(source, documents, tokenizer, nsamples, length, seed))
-    stream = _token_stream(documents, tokenizer)
-    _require_one_window(source, stream, length)
-    return _with_prefix(prefix, _draw_from_stream(stream, nsamples, length, seed))
+        drawn = _draw_from_documents(source, documents, tokenizer, nsamples + further, length, seed)
+    else:
+        stream = _token_stream(documents, tokenizer)
+        _require_one_window(source, stream, length)
+        count = nsamples + further
+        if count > nsamples:  # a longer draw with the same seed begins with the windows of the shorter one
+            count = max(nsamples, min(count, stream.numel() // length))
+        drawn = _draw_from_stream(stream, count, length, seed)
+    drawn = _with_prefix(prefix, drawn)
+    return drawn[:nsamples], drawn[nsamples:]
 
 
-def held_out_tokens(
-    source: str, tokenizer: Any, *, nsamples: int, seqlen: int, seed: int, bos: bool, windows: int
-) -> Tensor | None:
-    """Draw windows of the calibration text that `calibration_tokens` does not draw with the same arguments.
+def guard_tokens(source: str, tokenizer: Any, *, windows: int, seqlen: int, bos: bool) -> Tensor:
+    """Windows of a text that calibration does not read, from as many documents as possible.
+
+    The documents are those for calibration, in a fixed random order; each gives at most one window of tokens.
 
     Args:
-        source, tokenizer, nsamples, seqlen, seed, bos: as for `calibration_tokens`; source is the name of a text.
-        windows: draw at most this many.
+        source, tokenizer, seqlen, bos: as for `draw_windows`.
+        windows: take at most this many.
 
     Returns:
-        [windows or fewer, seqlen] int64 on the CPU. None if calibration uses every window of the text.
+        [1 to windows, seqlen] int64 on the CPU.
 
     Raises:
-        UserError: as for `calibration_tokens`.
+        UserError: as for `draw_windows`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # calibration_tokens() has shown them
-        documents, prefix = load_documents(source, purpose="calibration"), _prefix(tokenizer, bos)
-        length = seqlen - len(prefix)
-        # A longer draw with the same seed begins with the windows of the shorter one.
-        if _window_per_document(source):
-            drawn = _draw_from_documents(source, documents, tokenizer, nsamples + windows, length, seed)
-        else:
-            stream = _token_stream(documents, tokenizer)
-            count = min(nsamples + windows, stream.numel() // length)
-            if count <= nsamples:
-                return None
-            drawn = _draw_from_stream(stream, count, length, seed)
-    return _with_prefix(prefix, drawn[nsamples:])
+    _require_at_least(2, seqlen=seqlen)
+    prefix = _prefix(tokenizer, bos)
+    length = seqlen - len(prefix)
+    documents = load_documents(source, purpose="calibration")
+    order = random.Random(0).sample(range(len(documents)), len(documents))
+    shuffled = (documents[index][: 16 * length] for index in order)
+    stream = _token_stream(shuffled, tokenizer, enough=windows * length, most=length)
+    _require_one_window(source, stream, length)
+    count = min(windows, stream.numel() // length)
+    return _with_prefix(prefix, stream[: count * length].view(count, length))
+
+
+def with_bos(tokens: Tensor, tokenizer: Any) -> Tensor:
+    """Windows [S, L] whose first token is BOS, followed by the first L - 1 tokens.
+
+    Raises:
+        UserError: the tokenizer has no BOS token.
+    """
+    return _with_prefix(_prefix(tokenizer, True), tokens[:, :-1])
 
 
 def evaluation_tokens(
@@ -168,12 +200,18 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _token_stream(documents: Iterable[str], tokenizer: Any, enough: int | None = None) -> Tensor:
-    """Tokens of all documents, joined: [n] int64. Stops reading once there are `enough` tokens."""
+def _token_stream(
+    documents: Iterable[str], tokenizer: Any, enough: int | None = None, most: int | None = None
+) -> Tensor:
+    """Tokens of all documents, joined: [n] int64.
+
+    Stops reading once there are `enough` tokens. Takes at most the first `most` tokens of a document, or of a piece of
+    one that is very long.
+    """
     stream = array("q")
     for batch in _batches(_pieces(documents)):
         for ids in _encode(tokenizer, batch):
-            stream.extend(ids)
+            stream.extend(ids[:most])
         if enough is not None and len(stream) >= enough:
             break
     return torch.frombuffer(stream, dtype=torch.int64) if stream else torch.empty(0, dtype=torch.int64)
@@ -259,6 +297,7 @@ def _require_one_window(source: str, stream: Tensor, length: int) -> None:
         )
 
 
-def _warn_if_few(nsamples: int) -> None:
+def warn_if_few(nsamples: int) -> None:
+    """Warns of a calibration with few windows."""
     if nsamples < _FEW_SAMPLES:
         warnings.warn(f"{nsamples} calibration samples are few: use at least {_FEW_SAMPLES}", stacklevel=3)

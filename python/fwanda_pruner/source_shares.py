@@ -1,0 +1,95 @@
+"""Names of texts, and the shares that they have in a calibration: SOURCE[:SHARE]."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .errors import UserError, shortened
+
+OWN_TEXT = "self"  # the source that the model writes itself
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """One source of a calibration.
+
+    Attributes:
+        name: of the text, as load_documents() reads it, or OWN_TEXT.
+        share: its part of the windows is share / sum of all shares.
+    """
+
+    name: str
+    share: Fraction = Fraction(1)
+
+
+def parse_sources(texts: Sequence[str]) -> tuple[SourceShare, ...]:
+    """Reads SOURCE[:SHARE], for example "c4:3" or "self". A source without a share has the share 1.
+
+    Raises:
+        UserError: a share is not a positive number, or a source is empty or given twice.
+    """
+    sources = tuple(_parse(text) for text in texts)
+    check_names([source.name for source in sources], "--calibration")
+    return sources
+
+
+def check_names(names: Sequence[str], flag: str) -> None:
+    """Refuses names that are empty or given twice; two paths of one file are the same name.
+
+    Raises:
+        UserError: naming the flag.
+    """
+    seen = set()
+    for name in names:
+        if not name.strip():
+            raise UserError(f"{flag} has an empty name; give the name of a text or a file")
+        key = os.path.realpath(name) if "\0" not in name and os.path.isfile(name) else name
+        if key in seen:
+            raise UserError(f"{flag} names {shortened(name)} twice; give each text once")
+        seen.add(key)
+
+
+def counts_of(sources: Sequence[SourceShare], total: int) -> list[int]:
+    """Divides `total` windows in proportion to the shares, exactly: the largest remainders get those left over.
+
+    Raises:
+        UserError: a source would get none.
+    """
+    whole = sum(source.share for source in sources)
+    exact = [total * source.share / whole for source in sources]
+    counts = [int(number) for number in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])  # stable: the first of equals
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    for source, count in zip(sources, counts, strict=True):
+        if count == 0:
+            raise UserError(
+                f"--calibration {shortened(source.name)} gets none of {total} windows by its share; use a larger "
+                f"--nsamples or a larger share"
+            )
+    return counts
+
+
+def interleaved(counts: Sequence[int]) -> list[int]:
+    """The source of each window, in an order that spreads the windows of every source evenly: [2, 1] -> [0, 1, 0]."""
+    places = [((i + 0.5) / count, source) for source, count in enumerate(counts) for i in range(count)]
+    return [source for _, source in sorted(places)]
+
+
+def _parse(text: str) -> SourceShare:
+    name, colon, share = text.rpartition(":")
+    if not colon or ("\0" not in text and os.path.exists(text)):
+        return SourceShare(text)
+    try:
+        value = Fraction(share) if len(share) <= 20 else Fraction(0)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if not 0 < value <= 10**9:
+        raise UserError(
+            f"--calibration {shortened(text)}: the share after the colon must be a positive number, got "
+            f"{shortened(share) or 'nothing'}"
+        )
+    return SourceShare(name, value)
