@@ -3,7 +3,8 @@
     python benchmarks/bench_quality.py smollm2 sparsity --calibration c4.jsonl --eval wiki.txt --output DIR
 
 Runs recipes of `fwanda sweep`. Each recipe has a folder in DIR, where an interrupted run goes on. `fwanda sweep` with
-the same folder draws the pictures. Prints the paths of the JSON files; render.py makes tables from them.
+the same folder draws the pictures. --calibration and --eval may be repeated. Prints the paths of the JSON files;
+render.py makes tables from them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def main() -> None:
     option("model", help="as for fwanda sweep")
     option("recipes", nargs="+", metavar="RECIPE", help="as for fwanda sweep")
     option("--output", type=Path, metavar="DIR", required=True, help="folder of the cells")
-    option("--calibration", help="text in place of the recipe's")
-    option("--eval", action="append", metavar="TEXT", help="text in place of the recipe's; may be repeated")
+    option("--calibration", action="append", metavar="SOURCE[:SHARE]", help="text in place of the recipe's")
+    option("--eval", action="append", metavar="TEXT", help="text in place of the recipe's")
     option("--eval-data", metavar="DIR", help="data sets of the tasks")
     option("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass")
     option("--dtype", choices=("float32", "bfloat16", "float16"))
