@@ -3,7 +3,8 @@
     python benchmarks/bench_quality.py smollm2 sparsity --calibration c4.jsonl --eval wiki.txt --output DIR
 
 Runs recipes of `fwanda sweep`. Each recipe has a folder in DIR, where an interrupted run goes on. `fwanda sweep` with
-the same folder draws the pictures. Prints the paths of the JSON files; render.py makes tables from them.
+the same folder draws the pictures. --calibration and --eval may be repeated. Prints the paths of the JSON files;
+render.py makes tables from them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from lib.results import RESULTS, slug, write
 from fwanda_pruner import load_model
 from fwanda_pruner.sweep.recipe import Recipe
 from fwanda_pruner.sweep.run import TaskSettings, run
-from fwanda_pruner.sweep.tables import Line, columns, evaluation, lines_of
+from fwanda_pruner.sweep.tables import PERPLEXITY, Line, columns, evaluation, lines_of
 
 OVERRIDES = ("calibration", "eval", "dtype", "bos")
-PROTOCOL = ("seqlen", "windows", "tokens_sha256", "bos", "tokenizer")
-MEASURED = ("perplexity", "zero-shot", "mmlu")
+ACCURACIES = ("zero-shot", "mmlu")
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
     option("model", help="as for fwanda sweep")
     option("recipes", nargs="+", metavar="RECIPE", help="as for fwanda sweep")
     option("--output", type=Path, metavar="DIR", required=True, help="folder of the cells")
-    option("--calibration", help="text in place of the recipe's")
-    option("--eval", help="text in place of the recipe's")
+    option("--calibration", action="append", metavar="SOURCE[:SHARE]", help="text in place of the recipe's")
+    option("--eval", action="append", metavar="TEXT", help="text in place of the recipe's")
     option("--eval-data", metavar="DIR", help="data sets of the tasks")
     option("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass")
     option("--dtype", choices=("float32", "bfloat16", "float16"))
@@ -63,7 +63,8 @@ def measure(args: argparse.Namespace) -> None:
 def result_of(recipe: str, sweep_lines: list[Line], device: str) -> dict:
     """A sweep as JSON values: what ran on what, and each line with the figures of every seed."""
     first = sweep_lines[0].cells[0]
-    if len({tuple(cell.get(key) for key in PROTOCOL) for line in sweep_lines for cell in line.cells}) > 1:
+    texts = protocols_of(first)
+    if any(protocols_of(cell) != texts for line in sweep_lines for cell in line.cells):
         raise SystemExit("the cells were evaluated in different ways; a table needs one")
     sizes = {(line.config.nsamples, line.config.seqlen) for line in sweep_lines}
     dense = evaluation(first["dense"])
@@ -73,11 +74,16 @@ def result_of(recipe: str, sweep_lines: list[Line], device: str) -> dict:
         **machine(device),
         "transformers": transformers.__version__,
         "model": first["model"],
-        "protocol": {key: first.get(key) for key in PROTOCOL},
+        "texts": texts,
         "calibration": dict(zip(("nsamples", "seqlen"), *sizes, strict=True)) if len(sizes) == 1 else None,
-        "dense": {name: dense[name] for name in MEASURED if name in dense},
+        "dense": {name: value for name, value in dense.items() if name in ACCURACIES or name.startswith(PERPLEXITY)},
         "lines": [line_of(line) for line in sweep_lines],
     }
+
+
+def protocols_of(cell: dict) -> list[dict]:
+    """{source, seqlen, windows, tokens_sha256, bos, tokenizer} of each evaluation text of a cell."""
+    return [{key: value for key, value in text.items() if key != "perplexity"} for text in cell["perplexity"]]
 
 
 def line_of(line: Line) -> dict:

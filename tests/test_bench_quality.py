@@ -39,6 +39,7 @@ def paths(tmp_path):
     tiny.llama().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(2000))
+    (tmp_path / "other.txt").write_text(tiny.text(300, seed=1))
     base = {"calibration": "c4", "eval": "wikitext2", "nsamples": 16, "seqlen": 24, "eval_windows": 4}
     cells = [
         {"method": ["wanda", "magnitude"], "sparsity": [0.5, 0.7]},
@@ -46,10 +47,10 @@ def paths(tmp_path):
         {"method": "wanda", "pattern": "2:4"},
     ]
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({"base": base, "cells": cells, "seeds": [0, 1]}))
-    text = str(tmp_path / "text.txt")
+    text, other = str(tmp_path / "text.txt"), str(tmp_path / "other.txt")
     return [
-        str(tmp_path / "model"), str(tmp_path / "few.yaml"), "--calibration", text, "--eval", text, "--bos", "none",
-        "--output", str(tmp_path / "cells"), "--results", str(tmp_path / "results"),
+        str(tmp_path / "model"), str(tmp_path / "few.yaml"), "--calibration", text, "--eval", text, "--eval", other,
+        "--bos", "none", "--output", str(tmp_path / "cells"), "--results", str(tmp_path / "results"),
     ]  # fmt: skip
 
 
@@ -61,27 +62,29 @@ def test_a_sweep_becomes_one_file_and_a_table(paths):
     result = json.loads(path.read_text())
     for key in ("card", "driver", "torch", "transformers", "triton", "python", "date"):
         assert key in result
-    assert result["dtype"] == "float32" and result["protocol"]["bos"] is False and result["protocol"]["windows"] == 4
+    assert result["dtype"] == "float32" and [text["bos"] for text in result["texts"]] == [False, False]
+    first, second = (f"perplexity {text['source']}" for text in result["texts"])
+    assert (first.endswith("text.txt"), second.endswith("other.txt")) == (True, True)
+    assert result["dense"].keys() == {first, second}
     lines = {line["label"]: line for line in result["lines"]}
     assert len(lines) == 6
     assert all(line["seeds"] == ([0] if line["method"] == "magnitude" else [0, 1]) for line in lines.values())
     cells = [json.loads(cell.read_text()) for cell in (path.parent.parent / "cells" / "few" / "cells").glob("*.json")]
     found = {
-        (c["report"]["config"]["method"], c["report"]["config"]["seed"]): c["perplexity"]
+        (c["report"]["config"]["method"], c["report"]["config"]["seed"]): [t["perplexity"] for t in c["perplexity"]]
         for c in cells
         if "report" in c
     }
-    assert lines["sparsegpt uniform 0.5"]["perplexity"] == [found["sparsegpt", seed] for seed in (0, 1)]
+    for place, name in enumerate((first, second)):
+        assert lines["sparsegpt uniform 0.5"][name] == [found["sparsegpt", seed][place] for seed in (0, 1)]
 
     text = quality_table(path.parent)
     shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if "|" in row]
-    assert shown[0] == ["", "perplexity, 0.5", "perplexity, 0.7", "perplexity, 2:4"]
+    assert shown[0] == ["", *(f"{name}, {share}" for name in (first, second) for share in ("0.5", "0.7", "2:4"))]
     rows = {row[0]: row[1:] for row in shown[2:]}
     assert rows.keys() == {"wanda uniform", "magnitude layer", "sparsegpt uniform"}
-    assert rows["sparsegpt uniform"][1:] == ["-", "-"] and rows["magnitude layer"][2] == "-"
-    column = {
-        label: statistics.fmean(lines[f"{label} 0.7"]["perplexity"]) for label in ("wanda uniform", "magnitude layer")
-    }
+    assert rows["sparsegpt uniform"][1:3] == ["-", "-"] and rows["magnitude layer"][2] == "-"
+    column = {label: statistics.fmean(lines[f"{label} 0.7"][first]) for label in ("wanda uniform", "magnitude layer")}
     best = min(column, key=column.get)
     assert [label for label in column if rows[label][1].startswith("**")] == [best]
     assert rows[best][1].strip("*").split(" ± ")[0] == f"{column[best]:.1f}"
@@ -93,19 +96,20 @@ def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tm
     line |= {"zero-shot stderr": [0.01], "tasks": [accuracy]}
     result = {
         "model": "m", "recipe": "r", "dtype": "float32", "card": "c", "driver": None, "torch": "2", "date": "today",
-        "protocol": {"windows": 4, "seqlen": 24, "bos": True}, "calibration": None,
-        "dense": {"perplexity": 9.0, "zero-shot": 0.6},
+        "texts": [{"source": "code", "windows": 4, "seqlen": 24, "bos": True}], "calibration": None,
+        "dense": {"perplexity code": 9.0, "zero-shot": 0.6},
         "lines": [
-            line | {"label": "fwanda row 0.5 fisher=mean", "perplexity": [12.0], "zero-shot": [0.375]},
-            line | {"label": "fwanda row 0.5 fisher=true", "perplexity": [13.0], "zero-shot": [0.5]},
+            line | {"label": "fwanda row 0.5 fisher=mean", "perplexity code": [12.0], "zero-shot": [0.375]},
+            line | {"label": "fwanda row 0.5 fisher=true", "perplexity code": [13.0], "zero-shot": [0.5]},
         ],
     }  # fmt: skip
     (tmp_path / "quality-m.json").write_text(json.dumps(result))
     assert quality_table(tmp_path).splitlines()[:6] == [
-        "m, float32, c, torch 2, today; 4 windows of 24, with BOS, seed 0. Dense: perplexity 9.0, zero-shot 0.600."
+        "m, float32, c, torch 2, today; 4 windows of 24 of code (with BOS), seed 0. Dense: perplexity code 9.0,"
+        " zero-shot 0.600."
         " Zero-shot: 70 examples, one accuracy has a standard error of 0.010.",
         "",
-        "|  | perplexity, 0.5 | zero-shot, 0.5 |",
+        "|  | perplexity code, 0.5 | zero-shot, 0.5 |",
         "| --- | --- | --- |",
         "| fwanda row fisher=mean | **12.0** | 0.375 |",
         "| fwanda row fisher=true | 13.0 | **0.500** |",
@@ -124,11 +128,11 @@ def test_the_table_of_the_readme_has_means_and_the_best_in_bold(tmp_path):
     for place, rule in enumerate(rules):
         method, allocation = rule.split()
         line = {"label": f"{rule} 0.5", "method": method, "allocation": allocation, "sparsity": "0.5", "pattern": None}
-        lines.append(line | {"seeds": [0, 1], "perplexity": [1000.0 - place, 1010.0 - place]})
+        lines.append(line | {"seeds": [0, 1], "perplexity wikitext2": [1000.0 - place, 1010.0 - place]})
     result = {
         "model": "smollm2", "recipe": "sparsity", "dtype": "bfloat16", "card": "c", "driver": "580", "torch": "2",
-        "date": "2026-11-28", "protocol": {"windows": 4, "seqlen": 2048, "bos": False},
-        "calibration": {"nsamples": 128, "seqlen": 2048}, "dense": {"perplexity": 21.75}, "lines": lines,
+        "date": "2026-11-28", "texts": [{"source": "wikitext2", "windows": 4, "seqlen": 2048, "bos": False}],
+        "calibration": {"nsamples": 128, "seqlen": 2048}, "dense": {"perplexity wikitext2": 21.75}, "lines": lines,
     }  # fmt: skip
     (tmp_path / "quality-a.json").write_text(json.dumps(result))
     (tmp_path / "quality-b.json").write_text(json.dumps(result | {"recipe": "two-four", "lines": []}))

@@ -47,7 +47,7 @@ def test_prune_writes_a_folder_that_loads(folder, tmp_path, capsys):
     assert main(arguments(folder, out, "--sparsity", "0.5", "--eval", str(folder / "eval.txt"))) == 0
     facts = json.loads((out / "fwanda.json").read_text())
     assert facts["sparsity"]["matrices"] == 0.5
-    assert facts["perplexity"]["windows"] == 300 // (24 - facts["bos"])
+    assert facts["perplexity"][0]["windows"] == 300 // (24 - facts["bos"])
     assert list(facts["seconds"])[0] == "load"
     model = AutoModelForCausalLM.from_pretrained(out)
     assert int((model.model.layers[0].mlp.up_proj.weight == 0).sum()) == 48 * 16
@@ -57,7 +57,7 @@ def test_prune_writes_a_folder_that_loads(folder, tmp_path, capsys):
 
 def test_eval_is_optional(folder, tmp_path):
     assert main(arguments(folder, tmp_path / "out")) == 0
-    assert json.loads((tmp_path / "out" / "fwanda.json").read_text())["perplexity"] is None
+    assert json.loads((tmp_path / "out" / "fwanda.json").read_text())["perplexity"] == []
 
 
 def test_calibrate_then_prune_at_two_sparsities_equals_pruning_directly(folder, tmp_path):
@@ -143,23 +143,18 @@ def test_report_puts_two_runs_in_one_table(folder, tmp_path, capsys):
 
 
 def test_eval_prints_perplexity_and_sparsity(folder, tmp_path, capsys):
-    assert main(arguments(folder, tmp_path / "out", "--eval", str(folder / "eval.txt"), "--bos", "none")) == 0
+    texts = [str(folder / "eval.txt"), str(folder / "calibration.txt")]
+    flags = ["--eval", texts[0], "--eval", texts[1], "--bos", "none"]
+    assert main(arguments(folder, tmp_path / "out", *flags)) == 0
     expected = json.loads((tmp_path / "out" / "fwanda.json").read_text())["perplexity"]
     capsys.readouterr()
-    command = [
-        "eval",
-        str(tmp_path / "out"),
-        "--eval",
-        str(folder / "eval.txt"),
-        "--eval-seqlen",
-        "24",
-        "--bos",
-        "none",
-    ]
-    assert main(command) == 0
+    assert main(["eval", str(tmp_path / "out"), "--eval-seqlen", "24", *flags]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["perplexity"] == pytest.approx(expected["pruned"], rel=1e-6)
-    assert facts["tokens_sha256"] == expected["tokens_sha256"] and facts["sparsity"]["matrices"] == 0.5
+    assert facts.keys() == {"model", "perplexity", "sparsity"} and facts["sparsity"]["matrices"] == 0.5
+    assert [text["source"] for text in facts["perplexity"]] == [text["source"] for text in expected] == texts
+    for found, recorded in zip(facts["perplexity"], expected, strict=True):
+        assert found.pop("perplexity") == pytest.approx(recorded.pop("pruned"), rel=1e-6)
+        assert recorded.pop("dense") and found == recorded
 
 
 def test_eval_reads_wikitext2_by_default(folder, capsys, monkeypatch):
@@ -171,7 +166,8 @@ def test_eval_reads_wikitext2_by_default(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert main(["eval", str(folder / "model"), "--eval-seqlen", "24", "--bos", "none"]) == 0
-    assert json.loads(capsys.readouterr().out)["windows"] == 300 // 24 and asked == [("Salesforce/wikitext", "test")]
+    (text,) = json.loads(capsys.readouterr().out)["perplexity"]
+    assert (text["source"], text["windows"]) == ("wikitext2", 300 // 24) and asked == [("Salesforce/wikitext", "test")]
 
 
 def test_settings_from_a_file_are_overridden_by_flags(folder, tmp_path):
@@ -183,6 +179,8 @@ def test_settings_from_a_file_are_overridden_by_flags(folder, tmp_path):
 
 
 MISTAKES = {
+    "the same text twice": (["--eval", "a.txt", "--eval", "a.txt"], "--eval names a.txt twice"),
+    "a second text that is missing": (["--eval", "sample", "--eval", "nowhere/none.txt"], "nowhere/none.txt"),
     "unknown method": (["--method", "obd"], "--method must be one of magnitude, wanda"),
     "sparsity of one": (["--sparsity", "1"], "--sparsity must be a decimal in [0, 1), got '1'"),
     "negative sparsity": (["--sparsity=-0.1"], "--sparsity must be a decimal"),

@@ -142,14 +142,14 @@ def test_a_window_that_does_not_fit_is_one_line():
 
 @pytest.mark.fault("broken checkpoint")
 def test_check_dense_is_silent_below_a_tenth_of_the_vocabulary_and_warns_from_there_in_one_line():
-    assert check_dense(19.92, 49152) is None
-    assert check_dense(4915.1, 49152) is None
-    warning = check_dense(4915.2, 49152)
-    assert "4915.2" in warning and "49152" in warning and "\n" not in warning
+    assert check_dense(19.92, 49152, "text.txt") is None
+    assert check_dense(4915.1, 49152, "text.txt") is None
+    warning = check_dense(4915.2, 49152, "text.txt")
+    assert "4915.2 on text.txt" in warning and "49152" in warning and "\n" not in warning
 
 
 @pytest.mark.fault("broken checkpoint")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_check_dense_refuses_what_is_not_finite(value):
-    with pytest.raises(UserError, match=f"perplexity {value}"):
-        check_dense(value, 49152)
+    with pytest.raises(UserError, match=f"perplexity {value} on text.txt"):
+        check_dense(value, 49152, "text.txt")

@@ -154,8 +154,39 @@ def test_a_matrix_that_is_no_linear_layer_is_listed_as_left_dense():
 
 def test_the_report_names_the_text_that_was_used():
     config = prune(tiny.llama(), method="wanda", eval=tiny.tokens(3, 16)).config
-    assert (config["calibration"], config["nsamples"], config["seqlen"]) == ("tokens", 5, 24)
-    assert (config["eval"], config["eval_windows"], config["eval_seqlen"]) == ("tokens", 3, 16)
+    assert (config["calibration"], config["nsamples"], config["seqlen"]) == (["tokens"], 5, 24)
+    assert config["eval"] == ["tokens"]
+
+
+def test_several_texts_are_measured_each_by_itself(tmp_path):
+    text, ids = tmp_path / "text.txt", [tiny.tokens(3, 16, seed=9), tiny.tokens(2, 20, seed=8)]
+    text.write_text(tiny.text(800))
+    settings = {"method": "wanda", "calibration": TOKENS, "eval_seqlen": 24, "bos": "none", "progress": False}
+
+    def measured(eval):
+        return fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), eval=eval, **settings)
+
+    report = measured([ids[0], str(text), ids[1]])
+    assert report.config["eval"] == ["tokens", str(text), "tokens 2"]
+    assert [(t["source"], t["windows"], t["seqlen"]) for t in report.perplexity] == [
+        ("tokens", 3, 16), (str(text), 800 // 24, 24), ("tokens 2", 2, 20),
+    ]  # fmt: skip
+    alone = [measured(eval).perplexity[0] for eval in (ids[0], str(text), [ids[1]])]
+    assert report.perplexity == [alone[0], alone[1], {**alone[2], "source": "tokens 2"}]
+    assert len({t["pruned"] for t in report.perplexity}) == 3
+
+
+@pytest.mark.parametrize("eval", ["sample", ["sample"], ("sample",)])
+def test_one_text_or_a_list_of_texts_are_settings(eval):
+    assert PruneConfig(eval=eval) == PruneConfig.from_dict({"eval": eval}) == PruneConfig(eval=("sample",))
+    assert PruneConfig(eval=eval).to_dict()["eval"] == ["sample"]
+
+
+@pytest.mark.parametrize("eval", [["code", "sample", "code"], 3, [3], None, [tiny.tokens(2, 8).flatten()]])
+def test_texts_that_cannot_be_settings_are_one_line(eval):
+    with pytest.raises(UserError, match="eval.* (twice|got)") as error:
+        prune(tiny.llama(), method="wanda", **({"config": PruneConfig(eval=None)} if eval is None else {"eval": eval}))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.fault("statistics file")
@@ -211,7 +242,7 @@ def test_perplexity_of_dense_and_pruned_with_its_protocol():
     model = tiny.llama()
     tokens = tiny.tokens(3, 16, seed=9)
     report = fwanda_pruner.prune(model, method="wanda", sparsity=0.9, calibration=TOKENS, eval=tokens, progress=False)
-    facts = report.to_dict()["perplexity"]
+    (facts,) = report.to_dict()["perplexity"]
     assert (facts["seqlen"], facts["windows"]) == (16, 3)
     with torch.no_grad():
         logits = model(tokens).logits[:, :-1]
@@ -239,7 +270,9 @@ def test_the_report_has_the_stable_keys_and_is_json(tmp_path):
         "config",
     } <= set(facts)
     assert set(facts["sparsity"]) == {"asked", "matrices", "model"}
-    assert {"dense", "pruned", "seqlen", "windows", "tokens_sha256"} <= set(facts["perplexity"])
+    assert list(facts["perplexity"][0]) == [
+        "source", "dense", "pruned", "seqlen", "windows", "tokens_sha256", "bos", "tokenizer",
+    ]  # fmt: skip
     row = {"name", "shape", "asked", "kept", "kept_zero", "skipped", "wanda_disagreement"}
     assert row <= set(facts["matrices"][0]) and len(facts["row_histogram"]) == 50
     assert facts["energy"].startswith("not measured") and facts["peak_memory_bytes"] > 0

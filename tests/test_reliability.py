@@ -170,7 +170,7 @@ def test_untruncated_text_never_reaches_the_model(method, tmp_path):
             model, tiny.tokenizer(), method=method, calibration=text, eval=text, nsamples=16, seqlen=24, bos="none",
             eval_windows=4, progress=False,
         )  # fmt: skip
-    assert lengths == {24} and report.perplexity["seqlen"] == 24
+    assert lengths == {24} and report.perplexity[0]["seqlen"] == 24
     assert memory.peak < 20_000 * 64  # bytes; the ids take 160,000 and the logits of the whole text 5,120,000
 
 
@@ -239,7 +239,7 @@ def test_a_broken_checkpoint_is_seen_by_its_dense_perplexity():
     with pytest.warns(UserWarning, match="the dense model has perplexity"):
         report = prune(tiny.llama(), method="wanda", eval=tiny.tokens(3, 16))
     assert any("the dense model has perplexity" in line for line in report.warnings)
-    assert report.perplexity["dense"] > tiny.VOCABULARY / 10
+    assert report.perplexity[0]["dense"] > tiny.VOCABULARY / 10
 
 
 @pytest.mark.fault("broken checkpoint")
@@ -247,7 +247,7 @@ def test_a_dense_perplexity_that_is_not_finite_is_refused_before_anything_is_pru
     model = tiny.llama(tie_word_embeddings=False)
     model.lm_head.weight.data.mul_(1e37)
     dense = [p.clone() for p in model.parameters()]
-    with pytest.raises(UserError, match="perplexity (inf|nan): its weights or its dtype are broken"):
+    with pytest.raises(UserError, match="perplexity (inf|nan) on tokens: its weights or its dtype are broken"):
         prune(model, method="wanda", eval=tiny.tokens(3, 16))
     assert all(torch.equal(a, b) for a, b in zip(dense, model.parameters(), strict=True))
 

@@ -8,7 +8,14 @@ from fwanda_pruner.errors import UserError
 from fwanda_pruner.report.record import ROW_BINS, MatrixRow, Report, versions
 from fwanda_pruner.report.summary import summary, table
 
-PROTOCOL = {"seqlen": 64, "windows": 3, "tokens_sha256": "ab" * 32, "bos": True, "tokenizer": "tiny"}
+PROTOCOL = {
+    "source": "text.txt",
+    "seqlen": 64,
+    "windows": 3,
+    "tokens_sha256": "ab" * 32,
+    "bos": True,
+    "tokenizer": "tiny",
+}
 
 
 def make_report(**changes) -> Report:
@@ -22,7 +29,7 @@ def make_report(**changes) -> Report:
         block_parameters=150,
         model_parameters=200,
         model_zeros=30,
-        perplexity={"dense": 20.5, "pruned": 35.25, **PROTOCOL},
+        perplexity=[{"dense": 20.5, "pruned": 35.25, **PROTOCOL}],
         seconds={"calibrate": 1.5, "prune": 2.0},
         peak_memory_bytes=2**30,
         energy="not measured: device is cpu",
@@ -62,8 +69,9 @@ def test_nothing_pruned_is_zero_sparsity_not_a_division_error():
     "changes",
     [
         {},
-        {"perplexity": None, "energy": 12.5, "bos": None, "tokens_sha256": None, "omega_floored_rows": None},
-        {"perplexity": {"dense": 20.5, "pruned": float("inf"), **PROTOCOL}},
+        {"perplexity": [], "energy": 12.5, "bos": None, "tokens_sha256": None, "omega_floored_rows": None},
+        {"perplexity": [{"dense": 20.5, "pruned": float("inf"), **PROTOCOL}]},
+        {"perplexity": [{"dense": 20.5, "pruned": 21.0, **PROTOCOL, "source": source} for source in ("code", "b.txt")]},
         {"row_histogram": None},
     ],
 )
@@ -106,8 +114,11 @@ def test_a_missing_key_is_named(key, tmp_path):
         (r"matrices\[1\].kept'", lambda d: d["matrices"][1].pop("kept")),
         (r"matrices\[0\].shape", lambda d: d["matrices"][0].update(shape=["x"])),
         (r"matrices\[0\]", lambda d: d["matrices"].__setitem__(0, 3)),
-        ("perplexity.pruned", lambda d: d["perplexity"].pop("pruned")),
-        ("perplexity.dense", lambda d: d["perplexity"].update(dense="much")),
+        (r"perplexity\[0\].pruned", lambda d: d["perplexity"][0].pop("pruned")),
+        (r"perplexity\[0\].dense", lambda d: d["perplexity"][0].update(dense="much")),
+        (r"perplexity\[0\].source", lambda d: d["perplexity"][0].update(source=3)),
+        (r"perplexity\[1\].source", lambda d: d["perplexity"].append("code")),
+        ("'perplexity'", lambda d: d.update(perplexity=d["perplexity"][0])),
         ("'seconds'", lambda d: d.update(seconds=3)),
         ("'row_histogram'", lambda d: d.update(row_histogram=3)),
         ("'row_histogram'", lambda d: d["row_histogram"].pop()),
@@ -138,7 +149,7 @@ def test_a_bad_file_is_one_line_of_user_error(content, tmp_path):
 def test_table_never_puts_two_protocols_in_one_column():
     same = make_report()
     changes = {"seqlen": 128, "windows": 4, "tokens_sha256": "ff", "bos": False, "tokenizer": "x"}
-    others = [make_report(perplexity={**same.perplexity, key: value}) for key, value in changes.items()]
+    others = [make_report(perplexity=[{**same.perplexity[0], key: value}]) for key, value in changes.items()]
     blocks = table([("first", same), *((f"other{i}", r) for i, r in enumerate(others)), ("last", same)]).split("\n\n")
     assert len(blocks) == 6
     assert "first" in blocks[0] and "last" in blocks[0] and "other" not in blocks[0]
@@ -146,12 +157,37 @@ def test_table_never_puts_two_protocols_in_one_column():
 
 
 def test_table_is_aligned_and_tells_method_sparsity_perplexity_and_time():
-    lines = table([("m", make_report()), ("a longer label", make_report(perplexity=None))]).splitlines()
+    lines = table([("m", make_report()), ("a longer label", make_report(perplexity=[]))]).splitlines()
     header, row = lines[1], lines[2]
     for name, value in [("method", "wanda"), ("allocation", "uniform"), ("sparsity", "45.00 %"),
-                        ("perplexity", "20.50 -> 35.25"), ("seconds", "3.5")]:  # fmt: skip
+                        ("perplexity text.txt", "20.50 -> 35.25"), ("seconds", "3.5")]:  # fmt: skip
         assert row[header.index(name) :].startswith(value)
     assert "perplexity not measured" in lines
+
+
+def two_texts() -> Report:
+    perplexities = {"text.txt": (20.5, 35.25), "code": (6.0, 9.5)}
+    return make_report(
+        perplexity=[PROTOCOL | {"source": s, "dense": d, "pruned": p} for s, (d, p) in perplexities.items()]
+    )
+
+
+def test_each_text_has_a_column_of_the_table_and_a_line_of_the_summary():
+    lines = table([("m", two_texts()), ("n", two_texts())]).splitlines()
+    assert [line.split(":")[0] for line in lines[:2]] == ["text.txt", "code"]
+    header, *rows = lines[2:]
+    for row in rows:
+        assert row[header.index("perplexity text.txt") :].startswith("20.50 -> 35.25")
+        assert row[header.index("perplexity code") :].startswith("6.00 -> 9.50")
+    told = [line for line in summary(two_texts()).splitlines() if line.startswith("perplexity")]
+    assert [line.split("  (")[0] for line in told] == [
+        "perplexity  20.50 -> 35.25 on text.txt", "perplexity  6.00 -> 9.50 on code",
+    ]  # fmt: skip
+
+
+def test_reports_with_other_texts_stand_in_another_table():
+    blocks = table([("one", make_report()), ("two", two_texts())]).split("\n\n")
+    assert ["one" in block for block in blocks] == [True, False] and len(blocks) == 2
 
 
 def test_summary_names_skipped_matrices_and_unmeasured_energy():
@@ -161,7 +197,7 @@ def test_summary_names_skipped_matrices_and_unmeasured_energy():
         "not measured: device is cpu", "3.5",
     ):  # fmt: skip
         assert fact in text
-    assert "-> " not in summary(make_report(perplexity=None))
+    assert "-> " not in summary(make_report(perplexity=[]))
 
 
 def test_versions_are_json_and_name_the_device_of_the_run():

@@ -97,6 +97,22 @@ def test_finished_stages_are_not_done_again(argv, monkeypatch, tmp_path):
     assert not done & seconds.keys() and {"budgets", "check", "prune", "eval_pruned"} <= seconds.keys()
 
 
+@pytest.mark.parametrize("stage", ["eval_dense", "eval_pruned"])
+def test_a_text_that_was_measured_is_not_measured_again(argv, stage, tmp_path):
+    text = tmp_path / "second.txt"
+    text.write_text(tiny.text(200, seed=3))
+    argv += ["--method", "wanda", "--eval", str(text)]
+    assert cli.main(argv) == 0
+    expected = kill.result(tmp_path / "out")[1]
+    argv[argv.index("--output") + 1] = str(tmp_path / "again")
+    interrupt(argv, after=f"{stage}-00000")
+    RunState(tmp_path / "again", resume=True).keep(f"{stage}-00000", {}, 7.5)  # a value that only this file has
+    assert cli.main([*argv, "--resume"]) == 0
+    report = json.loads((tmp_path / "again" / "fwanda.json").read_text())
+    key = stage.removeprefix("eval_")
+    assert [t[key] for t in report["perplexity"]] == [7.5, expected[1][1][key]]
+
+
 def test_without_resume_a_run_starts_afresh(argv, capsys):
     argv += ["--method", "fwanda"]
     interrupt(argv, after="calibrate")
@@ -169,8 +185,8 @@ def test_texts_that_share_memory_are_kept(tmp_path):
         report = fwanda_pruner.prune(
             tiny.llama(), method="wanda", calibration=tokens, eval=tokens[:3], state=state, progress=False
         )
-        assert report.perplexity["windows"] == 3
-        calibration, evaluation = (state.recall("text")[0][name] for name in ("calibration", "evaluation"))
+        assert report.perplexity[0]["windows"] == 3
+        calibration, evaluation = (state.recall("text")[0][name] for name in ("calibration", "evaluation0"))
         assert torch.equal(calibration, tokens) and torch.equal(evaluation, tokens[:3])
 
 

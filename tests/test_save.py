@@ -49,7 +49,7 @@ def pruned_model(tied=True, dtype=torch.float32):
         block_parameters=sum(p.numel() for p in model.model.layers.parameters()),
         model_parameters=sum(p.numel() for p in model.parameters()),
         model_zeros=sum(int((p == 0).sum()) for p in model.parameters()),
-        perplexity={"dense": 20.5, "pruned": 35.25, **protocol},
+        perplexity=[{"source": "text.txt", "dense": 20.5, "pruned": 35.25, **protocol}],
         seconds={"prune": 1.0},
         peak_memory_bytes=1,
         energy="not measured: device is cpu",
@@ -136,13 +136,13 @@ def test_the_folder_is_a_normal_one_with_card_and_report(tmp_path):
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     assert Report.load(out) == report
     card = (out / "README.md").read_text()
-    assert "wanda" in card and "20.50 dense, 35.25 pruned" in card and "from_pretrained" in card
+    assert "wanda" in card and "perplexity on text.txt: 20.50 dense, 35.25 pruned" in card and "from_pretrained" in card
     assert len(card.splitlines()) < 40
 
 
 def test_no_tokenizer_and_no_perplexity_are_fine(tmp_path):
     model, report = pruned_model()
-    report.perplexity = None
+    report.perplexity = []
     save_pruned(model, None, report, tmp_path / "out")
     assert not list((tmp_path / "out").glob("token*"))
     assert "perplexity" not in (tmp_path / "out" / "README.md").read_text()

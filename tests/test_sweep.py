@@ -52,6 +52,11 @@ def write(found: Recipe, cells: list[dict], output) -> list:
     return write_tables(lines, output) + draw(lines, output)
 
 
+def measured(cell: dict) -> list[float]:
+    """The perplexity on each text."""
+    return [text["perplexity"] for text in cell["perplexity"]]
+
+
 def disagreement(cell: dict) -> dict[str, float | None]:
     return {r["name"]: r["wanda_disagreement"] for r in cell["report"]["matrices"] if r["skipped"] is None}
 
@@ -74,8 +79,8 @@ def test_each_cell_is_the_result_of_a_run_by_itself(recipe, tmp_path, share):
     cells = run(found, tmp_path / "out")
     for config, cell in zip(found.cells, cells, strict=True):
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
-        assert cell["perplexity"] == alone.perplexity["pruned"], describe(config, found.cells)
-        assert cell["dense"]["perplexity"] == alone.perplexity["dense"]
+        assert measured(cell) == [text["pruned"] for text in alone.perplexity], describe(config, found.cells)
+        assert measured(cell["dense"]) == [text["dense"] for text in alone.perplexity]
         assert cell["report"]["matrices"] == json.loads(json.dumps(alone.to_dict()))["matrices"]
         assert cell["report"]["row_histogram"] == alone.row_histogram
         assert sum(alone.row_histogram) == sum(row.shape[0] for row in alone.matrices)
@@ -141,7 +146,7 @@ def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, 
     for config, cell in zip(found.cells, cells, strict=True):
         assert (StageName.CHOOSE in cell["report"]["seconds"]) == (config.method == "fwanda")  # which comes first
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
-        assert cell["perplexity"] == alone.perplexity["pruned"]
+        assert measured(cell) == [text["pruned"] for text in alone.perplexity]
         assert cell["report"]["config"]["chosen"] == alone.config["chosen"]
 
 
@@ -160,7 +165,7 @@ def test_finished_cells_do_not_run_again(recipe, tmp_path):
     for path, before in finished.items():
         assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     whole = run(found, tmp_path / "other")
-    assert [cell["perplexity"] for cell in again] == [cell["perplexity"] for cell in whole]
+    assert list(map(measured, again)) == list(map(measured, whole))
 
 
 def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
@@ -177,8 +182,8 @@ def test_tables_have_a_row_for_each_cell_and_line(recipe, tmp_path):
     }
     assert all(path.stat().st_size for path in written)
     rows = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
-    assert [float(row["perplexity"]) for row in rows] == [
-        cell["perplexity"] for line in lines_of(found.cells, cells) for cell in line.cells
+    assert [float(row[f"perplexity {tmp_path / 'text.txt'}"]) for row in rows] == [
+        measured(cell)[0] for line in lines_of(found.cells, cells) for cell in line.cells
     ]
     table = (tmp_path / "out" / "results.md").read_text()
     assert table.count("| 0, 1 |") == 6 and table.count("| 0 |") == 2  # seeds
@@ -199,7 +204,7 @@ def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypat
         assert (shown[name], shown[f"{name} stderr"]) == ("0.3750", "0.0086")
     assert (shown["gsm8k exact,strict"], shown["gsm8k exact,strict stderr"]) == ("0.5000", "0.2500")
     assert "rte" not in shown
-    assert "; the first 1 examples of each task. Dense: perplexity" in table and "zero-shot 0.3750, " in table
+    assert "; the first 1 examples of each task. Dense: perplexity " in table and "zero-shot 0.3750, " in table
     write_tables(lines, tmp_path / "out")
     assert next(csv.DictReader((tmp_path / "out" / "results.csv").open()))["rte"] == "0.375"
 
@@ -207,13 +212,48 @@ def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypat
 def test_perplexities_of_different_protocols_have_tables_of_their_own(recipe, tmp_path):
     found = Recipe.load(recipe([{"method": "magnitude", "eval_seqlen": [12, 24]}]))
     table = markdown(lines_of(found.cells, run(found, tmp_path / "out")))
-    assert table.count("Model tiny;") == 2 and "of 12 tokens" in table and "of 24 tokens" in table
+    assert table.count("Model tiny;") == 2 and " windows of 12," in table and " windows of 24," in table
+
+
+def test_each_text_has_columns_of_its_own_and_rows_are_told_apart_by_calibration(recipe, tmp_path):
+    (tmp_path / "other.txt").write_text(tiny.text(400, seed=3))
+    text, other = str(tmp_path / "text.txt"), str(tmp_path / "other.txt")
+    found = Recipe.load(recipe([{"method": "wanda", "calibration": [text, other], "eval": [[text, other]]}]))
+    cells = run(found, tmp_path / "out")
+    written = write(found, cells, tmp_path / "out")
+    table = (tmp_path / "out" / "results.md").read_text()
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    assert head[2:6] == [f"{name} {source}" for name in ("perplexity", "of dense") for source in (text, other)]
+    assert [row[0] for row in rows] == [f"wanda uniform 0.5 calibration={source}" for source in (text, other)]
+    for row, cell in zip(rows, cells, strict=True):
+        assert row[2:4] == [f"{value:.2f}" for value in measured(cell)] and row[2] != row[3]
+        ratios = [value / dense for value, dense in zip(measured(cell), measured(cell["dense"]), strict=True)]
+        assert row[4:6] == [f"{ratio:.3f}" for ratio in ratios]
+    assert "perplexity-by-sparsity.png" in {path.name for path in written}
+
+
+def test_settings_that_hold_lists_are_shown_as_a_sum(recipe):
+    configs = Recipe.load(recipe([{"method": "wanda", "eval": [["code", "sample"], "code"]}])).cells
+    assert [config.eval for config in configs] == [("code", "sample"), ("code",)]
+    assert [describe(config, configs) for config in configs] == [
+        "wanda uniform 0.5 eval=code+sample", "wanda uniform 0.5 eval=code",
+    ]  # fmt: skip
+
+
+def test_domains_measures_every_method_and_calibration_on_every_text():
+    found = Recipe.load("domains").cells
+    assert len(found) == 6 * 3 * 3 and len({config.calibration for config in found}) == 3
+    assert all(config.eval == ("wikitext2", "code", "sample") and config.sparsity == "0.5" for config in found)
+    assert {(config.method, config.allocation) for config in found} == {
+        ("wanda", "uniform"), ("sparsegpt", "uniform"), ("fwanda", "row"), ("fwanda", "global"), ("fwanda", "auto"),
+        ("fsparsegpt", "auto"),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes_that_come_along_can_be_read(name):
     found = Recipe.load(name)
-    assert len(found.cells) > 1 and all(config.eval == "wikitext2" for config in found.cells)
+    assert len(found.cells) > 1 and all(config.eval[0] == "wikitext2" for config in found.cells)
 
 
 @pytest.mark.parametrize("name", ["main", "efficiency", "calibration-size", "fisher", "sparsity"])
@@ -289,7 +329,7 @@ def test_tasks_are_checked_before_the_model_is_read(recipe, tmp_path, capsys):
 def test_a_perplexity_that_is_not_finite_is_shown(recipe, tmp_path):
     found = Recipe.load(recipe([{"method": "wanda"}], seeds=[0, 1]))
     cells = run(found, tmp_path / "out")
-    cells[0]["perplexity"] = math.inf
+    cells[0]["perplexity"][0]["perplexity"] = math.inf
     written = write(found, cells, tmp_path / "out")
     assert "| inf |" in (tmp_path / "out" / "results.md").read_text() and [p.suffix for p in written] == [".csv", ".md"]
 
@@ -308,8 +348,8 @@ def test_another_text_or_model_runs_again(recipe, tmp_path):
     others = [run(found, tmp_path / "out", tiny.llama(seed=5))]
     (tmp_path / "text.txt").write_text(tiny.text(2000, seed=9))
     others.append(run(found, tmp_path / "out"))
-    assert len({cells[0]["perplexity"] for cells in (first, *others)}) == 3
-    assert len({cells[0]["dense"]["perplexity"] for cells in (first, *others)}) == 3
+    assert len({measured(cells[0])[0] for cells in (first, *others)}) == 3
+    assert len({measured(cells[0]["dense"])[0] for cells in (first, *others)}) == 3
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"report": {}}', "[" * 100_000, "{"], ids=range(6))

@@ -220,7 +220,7 @@ def test_the_command_prints_perplexity_and_tasks_as_one_json(folder, task, capsy
     command = ["eval", str(folder / "model"), "--eval", str(folder / "eval.txt"), "--eval-seqlen", "24"]
     assert main([*command, "--tasks", f"ppl,{task}", "--limit", "4", "--batch-size", "3"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["windows"] > 10 and facts["sparsity"]["matrices"] == 0
+    assert facts["perplexity"][0]["windows"] > 10 and facts["sparsity"]["matrices"] == 0
     assert facts["lm_eval"]["batch_size"] == 3 and facts["lm_eval"]["tasks"]["word_choice"]["samples"] == 4
 
 
@@ -228,7 +228,8 @@ def test_the_command_prints_perplexity_and_tasks_as_one_json(folder, task, capsy
 def test_without_ppl_no_text_is_read(folder, task, capsys):
     assert main(["eval", str(folder / "model"), "--tasks", task]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts.keys() == {"model", "sparsity", "lm_eval"} and facts["lm_eval"]["batch_size"] == 8
+    assert facts.keys() == {"model", "perplexity", "sparsity", "lm_eval"} and facts["perplexity"] == []
+    assert facts["lm_eval"]["batch_size"] == 8
 
 
 MISTAKES = {

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fwanda_pruner.evaluate.lm_eval_tasks import ZEROSHOT
+from fwanda_pruner.sweep.tables import PERPLEXITY
 
 from .markdown import table
 from .results import RESULTS, read_all
 
-MEASURED = ("perplexity", "zero-shot", "mmlu")
+ACCURACIES = ("zero-shot", "mmlu")
 README_RECIPE = {"model": "smollm2", "recipe": "sparsity"}
 # (method, allocation) -> their names in the README
 README_ROWS = {
@@ -33,12 +34,13 @@ def full(folder: Path = RESULTS) -> str:
 
 
 def result_table(result: dict) -> str:
-    """A row for each setting, a column for each figure and sparsity or pattern."""
+    """A row for each setting, a column for each text or accuracy and each sparsity or pattern."""
     shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
     rows: dict[str, dict[str, dict]] = {}
     for line in result["lines"]:
         rows.setdefault(line["label"].replace(f" {share_of(line)}", ""), {})[share_of(line)] = line
-    names = [name for name in MEASURED if any(name in line for line in result["lines"])]
+    measured = [*text_columns(result), *ACCURACIES]
+    names = [name for name in measured if any(name in line for line in result["lines"])]
     best = {(name, share): best_of(rows.values(), name, share) for name in names for share in shares}
     body = [
         [label, *(shown(by.get(share, {}).get(name), name, best[name, share]) for name, share in best)]
@@ -48,12 +50,12 @@ def result_table(result: dict) -> str:
 
 
 def readme(folder: Path = RESULTS) -> str:
-    """A small table: perplexity of SmolLM2 by share removed, mean of the seeds."""
+    """A small table: perplexity of SmolLM2 on the first text by share removed, mean of the seeds."""
     result = [r for r in read_all("quality", folder).values() if README_RECIPE.items() <= r.items()][-1]
     shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
+    text = text_columns(result)[0]
     means = {
-        (line["method"], line["allocation"], share_of(line)): statistics.fmean(line["perplexity"])
-        for line in result["lines"]
+        (line["method"], line["allocation"], share_of(line)): statistics.fmean(line[text]) for line in result["lines"]
     }
     best = {share: min(means[method, allocation, share] for method, allocation in README_ROWS) for share in shares}
     rows = []
@@ -67,13 +69,18 @@ def readme(folder: Path = RESULTS) -> str:
 
 def readme_caption(result: dict) -> str:
     seeds = max((line["seeds"] for line in result["lines"]), key=len)
-    calibration, protocol = result["calibration"], result["protocol"]
+    calibration, text = result["calibration"], result["texts"][0]
     return (
         f"SmolLM2-135M-Instruct, {result['dtype']}, {machine_line(result)}. "
-        f"Perplexity on {protocol['windows']} windows of {protocol['seqlen']:,} tokens of WikiText-2; "
+        f"Perplexity on {text['windows']} windows of {text['seqlen']:,} tokens of WikiText-2; "
         f"calibrated on {calibration['nsamples']} x {calibration['seqlen']:,} tokens; means of {len(seeds)} seeds. "
-        f"Dense: {result['dense']['perplexity']:.1f}."
+        f"Dense: {result['dense'][text_columns(result)[0]]:.1f}."
     )
+
+
+def text_columns(result: dict) -> list[str]:
+    """Names of the columns with perplexities, one for each text."""
+    return [PERPLEXITY + text["source"] for text in result["texts"]]
 
 
 def share_of(line: dict) -> str:
@@ -87,18 +94,22 @@ def machine_line(result: dict) -> str:
 
 def caption(result: dict) -> str:
     """What ran on what, in one line."""
-    protocol, text = result["protocol"], result["calibration"]
-    calibrated = f"calibrated on {text['nsamples']} x {text['seqlen']} tokens, " if text else ""
+    calibration = result["calibration"]
+    calibrated = f"calibrated on {calibration['nsamples']} x {calibration['seqlen']} tokens, " if calibration else ""
+    texts = ", ".join(windows_of(text) for text in result["texts"])
     seeds = max((line["seeds"] for line in result["lines"]), key=len)
-    bos = "with" if protocol["bos"] else "no"
     repeated = len(seeds) > 1
     told = f"seeds {', '.join(map(str, seeds))} (mean ± standard deviation)" if repeated else f"seed {seeds[0]}"
     dense = ", ".join(f"{name} {shown([value], name)}" for name, value in result["dense"].items())
     return (
         f"{result['model']}, {result['dtype']}, {machine_line(result)}; "
-        f"{calibrated}{protocol['windows']} windows of {protocol['seqlen']}, {bos} BOS, "
-        f"{told}. Dense: {dense}.{zero_shot(result)}"
+        f"{calibrated}{texts}, {told}. Dense: {dense}.{zero_shot(result)}"
     )
+
+
+def windows_of(text: dict) -> str:
+    bos = "with" if text["bos"] else "no"
+    return f"{text['windows']} windows of {text['seqlen']} of {text['source']} ({bos} BOS)"
 
 
 def zero_shot(result: dict) -> str:
@@ -113,14 +124,14 @@ def zero_shot(result: dict) -> str:
 def best_of(rows: Iterable[dict[str, dict]], name: str, share: str) -> float:
     """The best mean of a column: the lowest perplexity, the highest accuracy."""
     means = [statistics.fmean(by[share][name]) for by in rows if name in by.get(share, {})]
-    return min(means) if name == "perplexity" else max(means)
+    return min(means) if name.startswith(PERPLEXITY) else max(means)
 
 
 def shown(values: list[float] | None, name: str, best: float | None = None) -> str:
     """Mean and deviation of a figure, bold if the mean is the best."""
     if not values:
         return "-"
-    digits, mean = 1 if name == "perplexity" else 3, statistics.fmean(values)
+    digits, mean = 1 if name.startswith(PERPLEXITY) else 3, statistics.fmean(values)
     text = f"{mean:.{digits}f}"
     if len(values) > 1 and all(map(math.isfinite, values)):
         text += f" ± {statistics.stdev(values):.{digits}f}"

@@ -211,9 +211,9 @@ def _add_setting(section, f) -> None:
     choices, kind = f.metadata["choices"], f.metadata["type"]
     shown = ", ".join(f.default) if isinstance(f.default, tuple) else f.default
     default = "" if shown in (None, False, "") else f" (default: {shown})"
-    metavar = "|".join(choices) if choices else f.name.upper().removeprefix("EVAL_")
+    metavar = f.metadata["metavar"] or ("|".join(choices) if choices else f.name.upper().removeprefix("EVAL_"))
     form = {
-        list: {"action": "append", "metavar": f.metadata["metavar"]},
+        list: {"action": "append", "metavar": metavar},
         bool: {"action": "store_true"},
     }.get(kind, {"type": kind, "metavar": metavar})
     help = (f.metadata["help"] + default).replace("%", "%%")
@@ -241,12 +241,12 @@ def _load(args: argparse.Namespace, config: PruneConfig):
     return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
 
 
-def _check_texts(*, calibration: Iterable[str] = (), eval: str | None = None) -> None:
+def _check_texts(*, calibration: Iterable[str] = (), eval: Iterable[str] = ()) -> None:
     """Read local text files before the model is loaded, so that a mistake shows at once."""
     from .text.sources import READERS, load_documents
 
     texts = [("calibration", source.name) for source in parse_sources(tuple(calibration))]
-    for purpose, source in (*texts, ("eval", eval)):
+    for purpose, source in (*texts, *(("eval", text) for text in eval)):
         if source and Path(source).suffix.lower() in READERS:
             load_documents(source, purpose=purpose)
 
@@ -255,7 +255,7 @@ def _prune(args: argparse.Namespace) -> None:
     config = _config(args)
     if not args.output and not args.dry_run:
         raise UserError("--output DIR is required (or --dry-run)")
-    if config.eval is None and (config.eval_windows or config.eval_seqlen):
+    if not config.eval and (config.eval_windows or config.eval_seqlen):
         raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
     from .formats.files import check_output
     from .measure.statistics import Statistics
@@ -263,7 +263,7 @@ def _prune(args: argparse.Namespace) -> None:
     if _is_finished(args, config):
         return print(f"finished    {args.output} holds the result of this command, with the zeros of its report")
     if not args.dry_run:
-        inputs = (args.model, args.statistics, *(source.name for source in config.sources), config.eval)
+        inputs = (args.model, args.statistics, *(source.name for source in config.sources), *config.eval)
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
     resolved = config.resolved()
@@ -368,8 +368,8 @@ def _eval(args: argparse.Namespace) -> None:
     elif settings:
         raise UserError("--eval-data, --limit and --batch-size are for the tasks of lm-eval; name some by --tasks")
     if "ppl" in names:
-        config = replace(config, eval=config.eval or "wikitext2")
-    elif config.eval is not None:
+        config = replace(config, eval=config.eval or ("wikitext2",))
+    elif config.eval:
         raise UserError(f"--eval is the text of ppl, got --tasks {args.tasks}; add ppl or leave --eval out")
     _check_texts(eval=config.eval)
     from .run.pipeline import evaluate_model

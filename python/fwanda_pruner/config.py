@@ -52,7 +52,7 @@ class PruneConfig:
     """What to prune, how, and on which text.
 
     A setting whose default depends on other settings is None until resolved() fills it in. The metadata of each field
-    hold its group (a key of GROUPS), its help text, its choices and its type.
+    hold its group (a key of GROUPS), its help text, its choices, its type and the name of its value in --help.
 
     Raises:
         UserError: a value is not allowed, or two settings contradict each other.
@@ -148,11 +148,13 @@ class PruneConfig:
         "window: always",
         ("auto", "none", "window"),
     )
-    eval: str | None = _setting(
+    eval: tuple[str, ...] = _setting(
         "eval",
-        None,
-        "text for perplexity: a file, wikitext2, sample, or the name of a data set (default: none; in `fwanda eval`: "
-        "wikitext2)",
+        (),
+        "text for perplexity: a file, wikitext2, code, sample, or the name of a data set; may be repeated (default: "
+        "none; in `fwanda eval`: wikitext2)",
+        type=list,
+        metavar="TEXT",
     )
     eval_seqlen: int | None = _setting(
         "eval", None, "tokens in an evaluation window (default: the value of --seqlen)", type=int
@@ -249,11 +251,9 @@ class PruneConfig:
         if kind is str and not isinstance(value, str):
             hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
             raise UserError(f"{flag(name)} must be text, got {_show(value)}{hint}")
-        if kind is str and "\0" in value:
-            raise UserError(f"{flag(name)} holds a null character, got {_show(value)}")
         if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
             raise UserError(f"{flag(name)} must be a list of texts, got {_show(value)}")
-        if kind is list and any("\0" in item for item in value):
+        if any("\0" in text for text in ((value,) if kind is str else value if kind is list else ())):
             raise UserError(f"{flag(name)} holds a null character, got {_show(value)}")
         if kind is bool and not isinstance(value, bool):
             raise UserError(f"{flag(name)} must be true or false, got {_show(value)}")
@@ -295,6 +295,7 @@ class PruneConfig:
             raise UserError("--calibration must name at least one text, got none")
         counts_of(self.sources, self.nsamples)
         check_names(self.guards, "--guard")
+        check_names(self.eval, "--eval")
         if self.guard is not None and len(self.guard) > 1 and "none" in self.guard:
             raise UserError(
                 f"--guard none turns all guards off, got {', '.join(self.guard)}; leave none or the others out"

@@ -70,7 +70,7 @@ def run(output: Path, *, quick: bool = False) -> None:
             report, seconds = _pruned(shared, method, allocation)
             # counts the zeros in the files
             save_pruned(shared.model, shared.tokenizer, report, Path(scratch, f"{method}-{allocation}"))
-            pruned = report.perplexity["pruned"]
+            pruned = report.perplexity[0]["pruned"]
             if best is None or pruned < best[0]:
                 best = pruned, _copy(shared.model), report
             rows.append((method, allocation, report.sparsity["matrices"], pruned, seconds))
@@ -108,9 +108,10 @@ def _pruned(shared: _Shared, method: str, allocation: str) -> tuple[Report, floa
         report.seconds = shared.calibration | report.seconds
     seconds = sum(report.seconds.values())
     pruned = perplexity(shared.model, shared.windows, label=f"{method} {allocation} perplexity")
-    report.config |= {"eval": SAMPLE, "eval_windows": shared.windows.shape[0]}
-    comparison = protocol(shared.windows, shared.statistics.bos, shared.tokenizer)
-    return replace(report, perplexity={"dense": shared.dense, "pruned": pruned, **comparison}), seconds
+    report.config |= {"eval": [SAMPLE], "eval_windows": shared.windows.shape[0]}
+    text = {"source": SAMPLE, "dense": shared.dense, "pruned": pruned}
+    text |= protocol(shared.windows, shared.statistics.bos, shared.tokenizer)
+    return replace(report, perplexity=[text]), seconds
 
 
 def _copy(model) -> dict[str, Tensor]:

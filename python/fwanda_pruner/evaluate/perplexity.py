@@ -77,12 +77,13 @@ def choose_bos(engine: Engine, tokenizer: Any, window: Tensor) -> bool:
     return bool(loss_with < engine.window_losses(without[None].long()))
 
 
-def check_dense(perplexity: float, vocab_size: int) -> str | None:
+def check_dense(perplexity: float, vocab_size: int, source: str) -> str | None:
     """Judges the perplexity of a model that is not pruned yet.
 
     Args:
         perplexity: of the dense model.
         vocab_size: of the model. Guessing evenly among all tokens has this perplexity.
+        source: name of the text.
 
     Returns:
         A warning of one line if the perplexity is at least a tenth of vocab_size, else None.
@@ -92,14 +93,14 @@ def check_dense(perplexity: float, vocab_size: int) -> str | None:
     """
     if not math.isfinite(perplexity):
         raise UserError(
-            f"the dense model has perplexity {perplexity}: its weights or its dtype are broken, "
+            f"the dense model has perplexity {perplexity} on {source}: its weights or its dtype are broken, "
             "check the checkpoint or try --dtype float32"
         )
     if perplexity < vocab_size / 10:
         return None
     return (
-        f"the dense model has perplexity {perplexity:.1f}, not far from guessing among {vocab_size} tokens: the "
-        "checkpoint, its tokenizer or the text is probably wrong, and pruning results will mean little"
+        f"the dense model has perplexity {perplexity:.1f} on {source}, not far from guessing among {vocab_size} "
+        "tokens: the checkpoint, its tokenizer or the text is probably wrong, and pruning results will mean little"
     )
 
 

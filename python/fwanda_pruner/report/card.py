@@ -15,9 +15,8 @@ def model_card(report: Report, *, multimodal: bool = False) -> str:
     config, sparsity = report.config, report.sparsity
     facts = [f"- {key}: {config[key]}" for key in ("model", "method", "allocation", "pattern") if config.get(key)]
     facts.append(f"- sparsity: {sparsity['matrices']:.4f} of the pruned matrices, {sparsity['model']:.4f} of the model")
-    if report.perplexity is not None:
-        line = "- perplexity: {dense:.2f} dense, {pruned:.2f} pruned ({windows} windows of {seqlen} tokens)"
-        facts.append(line.format_map(report.perplexity))
+    line = "- perplexity on {source}: {dense:.2f} dense, {pruned:.2f} pruned ({windows} windows of {seqlen} tokens)"
+    facts += [line.format_map(text) for text in report.perplexity]
     return _CARD.format(facts="\n".join(facts), file=FILE_NAME, **(_IMAGE_TEXT if multimodal else _TEXT))
 
 

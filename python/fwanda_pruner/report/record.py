@@ -66,7 +66,7 @@ class Report:
         block_parameters: number of parameters in the decoder blocks.
         model_parameters: number of parameters in the whole model. Tied parameters count once.
         model_zeros: number of zeros in the whole model.
-        perplexity: {dense, pruned, seqlen, windows, tokens_sha256, bos, tokenizer}; None if not measured.
+        perplexity: {source, dense, pruned, seqlen, windows, tokens_sha256, bos, tokenizer} for each evaluation text.
         seconds: stage -> seconds.
         peak_memory_bytes: peak memory of the run.
         energy: gross joules of calibration, budgets and pruning; or "not measured: <why>"; or, for under 2 s of work,
@@ -93,7 +93,7 @@ class Report:
     block_parameters: int
     model_parameters: int
     model_zeros: int
-    perplexity: dict | None
+    perplexity: list[dict]
     seconds: dict[str, float]
     peak_memory_bytes: int
     energy: float | str
@@ -129,9 +129,7 @@ class Report:
         matrices = [
             {**asdict(row), "shape": list(row.shape), "sparsity": _ratio(row.zeros, row.numel)} for row in self.matrices
         ]
-        perplexity = self.perplexity
-        if perplexity is not None:
-            perplexity = {key: _json_number(value) for key, value in perplexity.items()}
+        perplexity = [{key: _json_number(value) for key, value in text.items()} for text in self.perplexity]
         facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
         derived = {"sparsity": self.sparsity, "coverage": self.coverage}
         return {**facts, "perplexity": perplexity, **derived, "matrices": matrices}
@@ -150,10 +148,7 @@ class Report:
         facts["domains"] = [_domain(domain, i) for i, domain in enumerate(facts["domains"])]
         facts["row_histogram"] = _row_histogram(data.get("row_histogram"))
         facts["matrices"] = [_matrix_row(row, i) for i, row in enumerate(facts["matrices"])]
-        if facts["perplexity"] is not None:
-            facts["perplexity"] = dict(facts["perplexity"])
-            for key in ("dense", "pruned"):
-                facts["perplexity"][key] = _perplexity(facts["perplexity"], key)
+        facts["perplexity"] = [_perplexity(text, i) for i, text in enumerate(facts["perplexity"])]
         return cls(**facts)
 
     @classmethod
@@ -206,7 +201,7 @@ _KINDS = {
     "block_parameters": int,
     "model_parameters": int,
     "model_zeros": int,
-    "perplexity": (dict, type(None)),
+    "perplexity": list,
     "seconds": dict,
     "peak_memory_bytes": int,
     "energy": (int, float, str),
@@ -218,6 +213,16 @@ _KINDS = {
     "omega_floored_rows": (int, type(None)),
     "domains": list,
     "passes": (dict, type(None)),
+}
+_PERPLEXITY_KINDS = {
+    "source": str,
+    "dense": (int, float, str),
+    "pruned": (int, float, str),
+    "seqlen": int,
+    "windows": int,
+    "tokens_sha256": str,
+    "bos": (bool, type(None)),
+    "tokenizer": (str, type(None)),
 }
 _DOMAIN_KINDS = {
     "source": str,
@@ -286,12 +291,15 @@ def _row_histogram(counts) -> list[int] | None:
     return counts
 
 
-def _perplexity(data: dict, key: str) -> float:
-    value = _get(data, key, (int, float, str), "perplexity.")
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        raise UserError(f"key 'perplexity.{key}' holds {_show(value)}, expected a number") from None
+def _perplexity(data: dict, index: int) -> dict:
+    where = f"perplexity[{index}]."
+    facts = {key: _get(data, key, kinds, where) for key, kinds in _PERPLEXITY_KINDS.items()}
+    for key in ("dense", "pruned"):
+        try:
+            facts[key] = float(facts[key])
+        except (ValueError, OverflowError):
+            raise UserError(f"key {where + key!r} holds {_show(facts[key])}, expected a number") from None
+    return facts
 
 
 def _version(package: str) -> str | None:

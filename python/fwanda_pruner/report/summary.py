@@ -2,11 +2,9 @@
 
 from .record import MatrixRow, Report
 
-_PROTOCOL = ("seqlen", "windows", "tokens_sha256", "bos", "tokenizer")  # keys of Report.perplexity
-
 
 def table(reports: list[tuple[str, Report]]) -> str:
-    """Aligned tables of reports, one table for each evaluation protocol.
+    """Aligned tables of reports, with a column for each evaluation text; one table for each evaluation protocol.
 
     Perplexities of different protocols never share a table. Rows keep their order.
 
@@ -15,8 +13,24 @@ def table(reports: list[tuple[str, Report]]) -> str:
     """
     groups: dict[str, list[tuple[str, Report]]] = {}
     for label, report in reports:
-        groups.setdefault(_protocol(report), []).append((label, report))
-    return "\n\n".join(f"{protocol}\n{_grid(rows)}" for protocol, rows in groups.items())
+        protocols = [f"{text['source']}: {protocol_line(text)}" for text in report.perplexity]
+        groups.setdefault("\n".join(protocols or ["perplexity not measured"]), []).append((label, report))
+    return "\n\n".join(f"{protocols}\n{_grid(rows)}" for protocols, rows in groups.items())
+
+
+def protocol_line(text: dict) -> str:
+    """How a perplexity was measured.
+
+    Args:
+        text: {seqlen, windows, tokens_sha256, bos, tokenizer}, as in Report.perplexity.
+    """
+    bos, tokenizer = text["bos"], text["tokenizer"]
+    parts = [
+        f"{text['windows']} windows of {text['seqlen']}",
+        f"BOS {'in each window' if bos else 'none'}",
+        f"tokens {text['tokens_sha256']:.12}",
+    ]
+    return ", ".join(parts + [f"tokenizer {tokenizer}"] * (tokenizer is not None))
 
 
 def summary(report: Report) -> str:
@@ -29,7 +43,7 @@ def summary(report: Report) -> str:
         f" (asked {_percent(sparsity['asked'])}), {_percent(sparsity['model'])} of the model",
         f"coverage    {_percent(coverage['blocks'])} of the block parameters lie in pruned matrices,"
         f" {_percent(coverage['model'])} of the model's",
-        f"perplexity  {_perplexities(report)}  ({_protocol(report)})",
+        *(f"perplexity  {_change(text)} on {text['source']}  ({protocol_line(text)})" for text in report.perplexity),
         *_domain_lines(report),
         f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
         f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
@@ -69,7 +83,8 @@ def skipped_lines(rows: list[MatrixRow]) -> list[str]:
 
 
 def _grid(rows: list[tuple[str, Report]]) -> str:
-    cells = [("model", "method", "allocation", "sparsity", "perplexity", "seconds")]
+    texts = [f"perplexity {text['source']}" for text in rows[0][1].perplexity]
+    cells = [("model", "method", "allocation", "sparsity", *texts, "seconds")]
     for label, report in rows:
         method = " ".join(str(report.config[key]) for key in ("method", "pattern") if report.config.get(key))
         cells.append((
@@ -77,30 +92,15 @@ def _grid(rows: list[tuple[str, Report]]) -> str:
             method or "-",
             str(report.config.get("allocation") or "-"),
             _percent(report.sparsity["matrices"]),
-            _perplexities(report),
+            *map(_change, report.perplexity),
             f"{sum(report.seconds.values()):.1f}",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
-def _protocol(report: Report) -> str:
-    """How the perplexity of a report was measured."""
-    if report.perplexity is None:
-        return "perplexity not measured"
-    seqlen, windows, sha256, bos, tokenizer = (report.perplexity.get(key) for key in _PROTOCOL)
-    parts = [
-        f"{windows} windows of {seqlen}",
-        f"BOS {'in each window' if bos else 'none'}",
-        f"tokens {str(sha256)[:12]}",
-    ]
-    return ", ".join(parts + [f"tokenizer {tokenizer}"] * (tokenizer is not None))
-
-
-def _perplexities(report: Report) -> str:
-    if report.perplexity is None:
-        return "-"
-    return f"{report.perplexity['dense']:.2f} -> {report.perplexity['pruned']:.2f}"
+def _change(text: dict) -> str:
+    return f"{text['dense']:.2f} -> {text['pruned']:.2f}"
 
 
 def _energy(report: Report) -> str:

@@ -20,18 +20,19 @@ from .texts import Texts
 
 NUMBER: Codec[float] = Codec(lambda number: ({}, number), lambda _, number: number)
 TOKENS: Codec[Tensor] = Codec(lambda tokens: ({"tokens": tokens}, None), lambda tensors, _: tensors["tokens"])
-LOSSES: Codec[dict] = Codec(lambda losses: ({}, losses), lambda _, losses: losses)
+VALUES: Codec[dict] = Codec(lambda values: ({}, values), lambda _, values: values)
 _DOMAIN_TENSORS, _DOMAIN_VALUES = ("reported", "choice"), ("source", "calibrated", "guard", "unread")
 
 Tensors = dict[str, Tensor]
 
 
 def _encode_texts(texts: Texts) -> tuple[Tensors, dict]:
-    tensors = {name: getattr(texts, name) for name in ("calibration", "labels", "evaluation")}
+    tensors = {name: getattr(texts, name) for name in ("calibration", "labels")}
+    tensors |= {f"evaluation{i}": windows for i, windows in enumerate(texts.evaluation.values())}
     for i, domain in enumerate(texts.domains):  # clones: files share no memory, and windows may serve two purposes
         tensors |= {f"domain{i}.{part}": getattr(domain, part).clone() for part in _DOMAIN_TENSORS}
     domains = [{name: getattr(domain, name) for name in _DOMAIN_VALUES} for domain in texts.domains]
-    values = {"bos": texts.bos, "domains": domains}
+    values = {"bos": texts.bos, "domains": domains, "evaluation": list(texts.evaluation)}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}, values
 
 
@@ -40,8 +41,9 @@ def _decode_texts(tensors: Tensors, values: dict) -> Texts:
         Domain(**facts, **{part: tensors[f"domain{i}.{part}"] for part in _DOMAIN_TENSORS})
         for i, facts in enumerate(values["domains"])
     ]
-    known = {name: tensors.get(name) for name in ("calibration", "labels", "evaluation")}
-    return Texts(**known, domains=tuple(domains), bos=values["bos"])
+    evaluation = {source: tensors[f"evaluation{i}"] for i, source in enumerate(values["evaluation"])}
+    known = {name: tensors.get(name) for name in ("calibration", "labels")}
+    return Texts(**known, evaluation=evaluation, domains=tuple(domains), bos=values["bos"])
 
 
 TEXTS: Codec[Texts] = Codec(_encode_texts, _decode_texts)

@@ -40,7 +40,7 @@ def prune(
     config: PruneConfig | None = None,
     statistics: Statistics | None = None,
     calibration: str | Sequence[str] | Tensor | None = None,
-    eval: str | Tensor | None = None,
+    eval: str | Tensor | Sequence[str | Tensor] | None = None,
     state: RunState | None = None,
     progress: bool = True,
     **settings,
@@ -53,7 +53,8 @@ def prune(
         config: the settings; or give them by name in **settings.
         statistics: of this dense model, from collect(); the forward and backward pass is then left out.
         calibration: overrides config.calibration; a text, several, or token ids [S, L] int64, used as they are.
-        eval: overrides config.eval; may be token ids [S, L] int64.
+        eval: overrides config.eval; a text, token ids [S, L] int64, or a list of them. Ids are used as they are, and
+            are named "tokens", "tokens 2" and so on in the record.
         state: keeps finished stages, so that an interrupted run does not repeat them.
         progress: show bars, where standard error is a terminal.
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
@@ -87,7 +88,7 @@ def run_prune(
     config: PruneConfig,
     statistics: Statistics | None = None,
     calibration: str | Sequence[str] | Tensor | None = None,
-    eval: str | Tensor | None = None,
+    eval: str | Tensor | Sequence[str | Tensor] | None = None,
     state: RunState | None = None,
     progress: bool = True,
     choice: Choice | None = None,
@@ -140,7 +141,11 @@ def run_prune(
             block_parameters=counts.block_parameters,
             model_parameters=counts.parameters,
             model_zeros=counts.zeros,
-            perplexity=_perplexities(texts, tokenizer, dense, pruned),
+            perplexity=[
+                {"source": source, "dense": dense[source], "pruned": pruned[source]}
+                | protocol(windows, texts.bos, tokenizer)
+                for source, windows in texts.evaluation.items()
+            ],
             seconds=dict(stage.seconds),
             peak_memory_bytes=_peak_memory(stage, device),
             energy=energy.result,
@@ -192,9 +197,8 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
         progress: show a bar.
 
     Returns:
-        {"perplexity": float, seqlen, windows, tokens_sha256, bos, tokenizer,
-        "sparsity": {"matrices": over the prunable matrices, "model": over all parameters}}; the sparsity alone where
-        config.eval is None.
+        {"perplexity": [{source, perplexity, seqlen, windows, tokens_sha256, bos, tokenizer}], one for each text,
+        "sparsity": {"matrices": over the prunable matrices, "model": over all parameters}}.
 
     Raises:
         UserError: as prune().
@@ -206,11 +210,12 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, None, None, None)
         texts = read_texts(config, engine, tokenizer, sources, calibration=False)
-        found: dict = {}
-        if texts.evaluation is not None:
-            value = engine_perplexity(engine, texts.evaluation, label="model perplexity")
-            found = {"perplexity": value, **protocol(texts.evaluation, texts.bos, tokenizer)}
-        return found | {"sparsity": _zero_shares(count_weights(engine))}
+        found = [
+            {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
+            | protocol(windows, texts.bos, tokenizer)
+            for source, windows in texts.evaluation.items()
+        ]
+        return {"perplexity": found, "sparsity": _zero_shares(count_weights(engine))}
 
 
 def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skipped]]:
@@ -240,12 +245,6 @@ def _described(model: nn.Module, config: PruneConfig, engine: Engine) -> dict:
     dtype = str(engine.targets[0].module.weight.dtype).removeprefix("torch.")
     name = model.config.name_or_path
     return {"model": name, **config.to_dict(), "device": str(engine.device), "dtype": dtype}
-
-
-def _perplexities(texts: Texts, tokenizer, dense: float | None, pruned: float | None) -> dict | None:
-    if texts.evaluation is None:
-        return None
-    return {"dense": dense, "pruned": pruned, **protocol(texts.evaluation, texts.bos, tokenizer)}
 
 
 def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | None:

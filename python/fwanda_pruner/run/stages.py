@@ -127,18 +127,13 @@ def texts(
     )
 
 
-def dense_perplexity(stage: Stages, engine: Engine, texts: Texts) -> float | None:
-    """Perplexity before pruning, with a warning if it is suspicious; None without an evaluation text."""
-    if texts.evaluation is None:
-        return None
-    dense = stage(
-        StageName.EVAL_DENSE,
-        lambda: engine_perplexity(engine, texts.evaluation, label="dense perplexity"),
-        codecs.NUMBER,
-    )
-    note = check_dense(dense, engine.model.config.get_text_config().vocab_size)
-    if note:
-        warnings.warn(note, stacklevel=2)
+def dense_perplexity(stage: Stages, engine: Engine, texts: Texts) -> dict[str, float]:
+    """Perplexity before pruning on each evaluation text, with a warning for each that is suspicious."""
+    dense = _perplexities(stage, StageName.EVAL_DENSE, engine, texts, "dense")
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    for source, value in dense.items():
+        if note := check_dense(value, vocabulary, source):
+            warnings.warn(note, stacklevel=2)
     return dense
 
 
@@ -248,7 +243,7 @@ def losses_before(
             losses["wanda"] = domain_losses(engine, _reported(texts), masks)
         return losses
 
-    return stage(StageName.CHECK, compute, codecs.LOSSES)
+    return stage(StageName.CHECK, compute, codecs.VALUES)
 
 
 def _reported(texts: Texts) -> dict[str, Tensor]:
@@ -316,11 +311,25 @@ def _worse_than_wanda(config: PruneConfig, domain: Domain, losses: Losses) -> st
     )
 
 
-def pruned_perplexity(stage: Stages, engine: Engine, texts: Texts) -> float | None:
-    """Perplexity after pruning; None without an evaluation text."""
-    if texts.evaluation is None:
-        return None
-    return stage(
-        StageName.EVAL_PRUNED,
-        lambda: engine_perplexity(engine, texts.evaluation, label="pruned perplexity"),
-    )
+def pruned_perplexity(stage: Stages, engine: Engine, texts: Texts) -> dict[str, float]:
+    """Perplexity after pruning on each evaluation text."""
+    return _perplexities(stage, StageName.EVAL_PRUNED, engine, texts, "pruned")
+
+
+def _perplexities(stage: Stages, name: StageName, engine: Engine, texts: Texts, which: str) -> dict[str, float]:
+    """source -> perplexity of the model as it is; a resumed run goes on with the first text that is missing."""
+    if not texts.evaluation:
+        return {}
+    finished = stage.steps(name, codecs.NUMBER)
+
+    def compute() -> dict[str, float]:
+        found = {}
+        for index, (source, windows) in enumerate(texts.evaluation.items()):
+            value = finished.load(index)
+            if value is None:
+                value = engine_perplexity(engine, windows, label=f"{which} perplexity, {source}")
+                finished.save(index, value)
+            found[source] = value
+        return found
+
+    return stage(name, compute, codecs.VALUES)

@@ -39,24 +39,25 @@ class Sources:
 
     Attributes:
         calibration: sources by name, as config.calibration, or token ids [S, L] int64.
-        evaluation: a source by name, or token ids [S, L] int64, or None.
+        evaluation: name in the record -> a source by name, or token ids [S, L] int64.
         bos: whether windows begin with BOS; None: decide by the loss of the dense model.
     """
 
     calibration: tuple[str, ...] | Tensor
-    evaluation: str | Tensor | None
+    evaluation: dict[str, str | Tensor]
     bos: bool | None
 
     def identity(self) -> dict:
         """Hashes that tell these texts from others."""
         given = self.calibration
-        hashes = [given] if isinstance(given, Tensor) else [source.name for source in parse_sources(given)]
-        return {"calibration_sha256": [_sha256(text) for text in hashes], "eval_sha256": _sha256(self.evaluation)}
+        texts = [given] if isinstance(given, Tensor) else [source.name for source in parse_sources(given)]
+        evaluation = self.evaluation.values()
+        return {"calibration_sha256": list(map(_sha256, texts)), "eval_sha256": list(map(_sha256, evaluation))}
 
 
-def _sha256(text: str | Tensor | None) -> str | None:
-    """Hash of token ids, or of a local file; None for other texts."""
-    return tokens_sha256(text) if isinstance(text, Tensor) else file_sha256(text)
+def _sha256(text: str | Tensor) -> Any:
+    """Hash of token ids, with their shape, or of a local file; None for other texts."""
+    return [tokens_sha256(text), *text.shape] if isinstance(text, Tensor) else file_sha256(text)
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ class Texts:
     Attributes:
         calibration: [S, L] int64 windows on the CPU.
         labels: [S] int64, the position of the source of each of them in config.sources.
-        evaluation: [S, L] int64 windows on the CPU.
+        evaluation: source -> [S, L] int64 windows on the CPU, in the order of the record.
         domains: windows for comparisons, and for the choice of an allocation.
         bos: whether windows begin with BOS; None until a text has decided it.
     """
 
     calibration: Tensor | None
     labels: Tensor | None
-    evaluation: Tensor | None
+    evaluation: dict[str, Tensor]
     domains: tuple[Domain, ...]
     bos: bool | None
 
@@ -90,16 +91,39 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         if not config.runs_blocks:
             _warn_of_other_text(config, statistics)
             changes |= statistics.text | {"fisher_samples": statistics.fisher_samples or config.fisher_samples}
-    for name, source in (("calibration", calibration), ("eval", eval)):
-        if isinstance(source, Tensor):
-            if source.dim() != 2:
-                raise UserError(f"{name} as token ids must be [S, L], got {list(source.shape)}")
-            samples, length = ("nsamples", "seqlen") if name == "calibration" else ("eval_windows", "eval_seqlen")
-            tokens = (_TOKENS,) if name == "calibration" else _TOKENS
-            changes |= {name: tokens, samples: source.shape[0], length: source.shape[1]}
-        elif source is not None:
-            changes[name] = source
+    if isinstance(calibration, Tensor):
+        _check_ids("calibration", calibration)
+        changes |= {"calibration": (_TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
+    elif calibration is not None:
+        changes["calibration"] = calibration
+    if eval is not None:
+        changes["eval"] = tuple(name for name, _ in _named(eval))
     return replace(config, **changes).resolved()
+
+
+def _named(eval: Any) -> list[tuple[Any, Any]]:
+    """(name in the record, source) of each evaluation text: a name is its own, token ids become "tokens", "tokens 2".
+
+    Args:
+        eval: a name, token ids [S, L], or a list of them.
+
+    Raises:
+        UserError: token ids are not [S, L].
+    """
+    named, ids = [], 0
+    for source in eval if isinstance(eval, (list, tuple)) else (eval,):
+        if not isinstance(source, Tensor):
+            named.append((source, source))
+            continue
+        _check_ids("eval", source)
+        ids += 1
+        named.append((_TOKENS if ids == 1 else f"{_TOKENS} {ids}", source))
+    return named
+
+
+def _check_ids(name: str, tokens: Tensor) -> None:
+    if tokens.dim() != 2:
+        raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
 
 
 def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
@@ -116,7 +140,8 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
 
     Args:
         config: from with_sources().
-        calibration, eval: token ids [S, L] int64; anything else: the text that the settings name.
+        calibration: token ids [S, L] int64; anything else: the text that the settings name.
+        eval: a name, token ids [S, L] int64, or a list of them; None: the texts that the settings name.
         statistics: given ones, whose windows began with BOS or not.
 
     Raises:
@@ -132,7 +157,7 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
         bos = statistics.bos
     return Sources(
         calibration if isinstance(calibration, Tensor) else config.calibration,
-        eval if isinstance(eval, Tensor) else config.eval,
+        dict(_named(list(config.eval) if eval is None else eval)),
         bos,
     )
 
@@ -170,11 +195,11 @@ def read_texts(
             text or a guard that was not asked for, that is a warning instead.
     """
     reader = _Reader(config, engine, tokenizer, sources, own)
-    bos, mix, windows = sources.bos, None, None
+    bos, mix, windows = sources.bos, None, {}
     if calibration:
         mix, bos = reader.mix(bos)
-    if sources.evaluation is not None:
-        windows, bos = reader.evaluation(bos)
+    for name, source in sources.evaluation.items():
+        windows[name], bos = reader.evaluation(source, bos)
     found: list[Domain] = []
     if domains:
         if mix is None and config.compares_with_wanda:
@@ -228,13 +253,14 @@ class _Reader:
         check_tokens(self.engine.model, mix.tokens)
         return mix, bos
 
-    def evaluation(self, bos: bool | None) -> tuple[Tensor, bool | None]:
-        """The evaluation text."""
-        config, text = self.config, self.sources.evaluation
-        check_length(self.engine.model, config.eval_seqlen)
+    def evaluation(self, text: str | Tensor, bos: bool | None) -> tuple[Tensor, bool | None]:
+        """The windows of one evaluation text."""
+        settings = {"seqlen": self.config.eval_seqlen, "windows": self.config.eval_windows}
+        if isinstance(text, Tensor):
+            settings = {"seqlen": text.shape[1]}
+        check_length(self.engine.model, settings["seqlen"])
 
         def read(*, bos: bool) -> _Mix:
-            settings = {"seqlen": config.eval_seqlen, "windows": config.eval_windows}
             return _Mix.of(evaluation_tokens(text, self.tokenizer, **settings, bos=bos))
 
         mix, bos = self.decided(read, bos, text)

@@ -6,12 +6,14 @@ import importlib.util
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..config import PruneConfig
 from ..errors import UserError
 from ..formats.files import atomic_file, user_errors
-from .tables import Line
+from .tables import PERPLEXITY, Line, columns, evaluation
 
 
 def check_installed() -> None:
@@ -33,19 +35,25 @@ def draw(lines: list[Line], output: str | Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    lines = [line for line in lines if all(map(math.isfinite, line.values("perplexity")))]
-    evaluated = [line for line in lines if line.values("perplexity")]
+    texts = [name for name in columns(lines) if name.startswith(PERPLEXITY)]
+    lines = [line for line in lines if all(math.isfinite(value) for name in texts for value in line.values(name))]
+    evaluated = [line for line in lines if any(map(line.values, texts))]
     unstructured = [line for line in lines if not line.config.pattern]
     # where cells share a calibration, its energy belongs to none of them
     whole_energy = not any(cell["shared"] for line in lines for cell in line.cells)
-    pictures = [
+    of_texts = [
         ("perplexity-by-sparsity", _by_sparsity, [line for line in evaluated if not line.config.pattern]),
         ("perplexity-by-energy", _by_energy, [line for line in evaluated if whole_energy and line.values("kJ")]),
+    ]
+    pictures = [
         ("sparsity-by-block", _sparsity_by_block, [line for line in unstructured if _matrices_differ(line.config)]),
         ("disagreement-by-block", _disagreement_by_block, [line for line in lines if _disagreement(line)]),
         ("kept-in-rows", _kept, [line for line in unstructured if _row_histogram(line)]),
     ]
-    return [_save(Path(output, f"{name}.png"), plot, chosen) for name, plot, chosen in pictures if chosen]
+    paths = [
+        _save_panels(Path(output, f"{name}.png"), plot, chosen, texts) for name, plot, chosen in of_texts if chosen
+    ]
+    return paths + [_save(Path(output, f"{name}.png"), plot, chosen) for name, plot, chosen in pictures if chosen]
 
 
 def _matrices_differ(config: PruneConfig) -> bool:
@@ -68,34 +76,46 @@ def _row_histogram(line: Line) -> list[int] | None:
     return line.cells[0]["report"]["row_histogram"]
 
 
+def _save_panels(path: Path, plot, chosen: list[Line], texts: list[str]) -> Path:
+    """Draw a picture of perplexities, with a panel for each text."""
+    panels = {text: [line for line in chosen if line.values(text)] for text in texts}
+    return _write(path, [partial(plot, chosen=lines, text=text) for text, lines in panels.items() if lines])
+
+
 def _save(path: Path, plot, chosen: list[Line]) -> Path:
+    return _write(path, [partial(plot, chosen=chosen)])
+
+
+def _write(path: Path, panels: list[Callable]) -> Path:
+    """Draw panels beside each other; each is called with its axes."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    plot(axes, chosen)
-    axes.legend(fontsize=7)
+    figure, places = pyplot.subplots(
+        1, len(panels), figsize=(7 * len(panels), 4.5), layout="constrained", squeeze=False
+    )
+    for axes, panel in zip(places[0], panels, strict=True):
+        panel(axes)
+        axes.legend(fontsize=7)
     with user_errors(path.parent), atomic_file(path) as temporary:
         figure.savefig(temporary, dpi=130, format="png")
     pyplot.close(figure)
     return path
 
 
-def _by_sparsity(axes, chosen: list[Line]) -> None:
+def _by_sparsity(axes, chosen: list[Line], text: str) -> None:
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for line in chosen:
-        curves[line.label.replace(f" {line.config.sparsity}", "")].append(
-            (float(line.config.removed), line.mean("perplexity"))
-        )
+        curves[line.label.replace(f" {line.config.sparsity}", "")].append((float(line.config.removed), line.mean(text)))
     for label, points in curves.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    axes.axhline(chosen[0].cells[0]["dense"]["perplexity"], color="gray", linestyle=":", label="dense")
-    axes.set(xlabel="weights removed", ylabel="perplexity (lower is better)", yscale="log")
+    axes.axhline(evaluation(chosen[0].cells[0]["dense"])[text], color="gray", linestyle=":", label="dense")
+    axes.set(xlabel="weights removed", ylabel=f"{text} (lower is better)", yscale="log")
 
 
-def _by_energy(axes, chosen: list[Line]) -> None:
+def _by_energy(axes, chosen: list[Line], text: str) -> None:
     for line in chosen:
-        axes.plot(line.mean("kJ"), line.mean("perplexity"), marker="o", linestyle="", label=line.label)
-    axes.set(xlabel="energy of pruning, kJ gross", ylabel="perplexity (lower is better)", yscale="log")
+        axes.plot(line.mean("kJ"), line.mean(text), marker="o", linestyle="", label=line.label)
+    axes.set(xlabel="energy of pruning, kJ gross", ylabel=f"{text} (lower is better)", yscale="log")
 
 
 def _by_block(values: dict[str, float]) -> list[float]:

@@ -37,8 +37,9 @@ class Recipe:
         """Read a YAML file, or a recipe of the package by its name.
 
         The file is a mapping with these keys. `base`: settings of every cell. `cells`: a list of mappings; each list of
-        values in a mapping is combined with all others. `seeds`: every cell that reads text runs with each of them;
-        [0] by default. `tasks` and `share_statistics`: see above.
+        values in a mapping is combined with all others. A setting that takes a list, such as eval, gets a list of lists
+        there. `seeds`: every cell that reads text runs with each of them; [0] by default. `tasks` and
+        `share_statistics`: see above.
 
         Args:
             name: the name of a recipe of the package, or a path.
@@ -71,12 +72,16 @@ def recipe_names() -> list[str]:
 def describe(config: PruneConfig, among: Iterable[PruneConfig]) -> str:
     """One line with the settings that tell a cell from others; the seed is left out."""
     words = [config.method, config.allocation, config.pattern or config.sparsity]
-    values = {key: value for key, value in config.to_dict().items() if key not in _NAMED}
+    values = {key: _in_words(value) for key, value in config.to_dict().items() if key not in _NAMED}
     varying = [
         key for key, value in values.items() if any(getattr(other, key) != getattr(config, key) for other in among)
     ]
     order = [] if config.order == config.traits.order else [f"order={config.order}"]
     return " ".join([*words, *order, *(f"{key}={values[key]}" for key in varying)])
+
+
+def _in_words(value) -> str:
+    return "+".join(value) if isinstance(value, list) else str(value)
 
 
 def _read(path: Path, name: str | Path) -> dict:

@@ -27,8 +27,8 @@ from ..run.pipeline import collect, evaluate_model, run_prune
 from ..text.sources import file_sha256
 from .recipe import Recipe, describe
 
-_CELL_KEYS = ("report", "dense", "shared")
-_DENSE_KEYS = ("sparsity", "lm_eval")
+_CELL_KEYS = ("report", "perplexity", "dense", "shared")
+_DENSE_KEYS = ("perplexity", "sparsity", "lm_eval")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ def _restore(engine: Engine, weights: dict[str, Tensor]) -> None:
 
 def _with_bos(config: PruneConfig, dense: dict) -> PruneConfig:
     """The config with the BOS policy under which the dense model was measured."""
-    return replace(config, bos={True: "window", False: "none", None: config.bos}[dense.get("bos")])
+    decided = dense["perplexity"][0]["bos"] if dense["perplexity"] else None
+    return replace(config, bos={True: "window", False: "none", None: config.bos}[decided])
 
 
 def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict:
@@ -166,14 +167,14 @@ def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict
     report, choice = run_prune(
         sweep.model,
         sweep.tokenizer,
-        config=replace(config, eval=None),
+        config=replace(config, eval=()),
         statistics=shared.statistics if shares else None,
         progress=sweep.progress,
         choice=shared.choices.get(same_masks),
     )
     if searches:
         shared.choices[same_masks] = choice
-    report = report.to_dict() | {"config": report.config | {"eval": config.eval}}
+    report = report.to_dict() | {"config": report.config | {"eval": list(config.eval)}}
     return {"report": report, **_measured(sweep, config), "shared": shares}
 
 
@@ -185,14 +186,15 @@ def _dense_figures(sweep: _Sweep, config: PruneConfig) -> dict:
         return _read(path, _DENSE_KEYS)
     figures = _measured(sweep, config)
     vocabulary = sweep.model.config.get_text_config().vocab_size
-    if "perplexity" in figures and (note := check_dense(figures["perplexity"], vocabulary)):
-        warnings.warn(note, stacklevel=2)
+    for text in figures["perplexity"]:
+        if note := check_dense(text["perplexity"], vocabulary, text["source"]):
+            warnings.warn(note, stacklevel=2)
     _write(path, figures)
     return figures
 
 
 def _measured(sweep: _Sweep, config: PruneConfig) -> dict:
-    """Perplexity with its protocol, and the tasks, of the model as it is now."""
+    """evaluate_model() and the tasks, of the model as it is now."""
     figures = evaluate_model(sweep.model, sweep.tokenizer, config=config, progress=sweep.progress)
     tasks = sweep.recipe.tasks
     if not tasks:
@@ -206,8 +208,8 @@ def _calibration(config: PruneConfig) -> tuple[str, ...]:
     return tuple(map(str, config.select(*CALIBRATION).values()))
 
 
-def _text_names(config: PruneConfig) -> list[str | None]:
-    return [*(source.name for source in config.sources), config.eval]
+def _text_names(config: PruneConfig) -> list[str]:
+    return [*(source.name for source in config.sources), *config.eval]
 
 
 def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..config import PruneConfig
 from ..evaluate.lm_eval_tasks import ZEROSHOT
 from ..formats.files import atomic_file, user_errors
+from ..report.summary import protocol_line
 from ..run.stage import pruning_seconds
 from .recipe import describe
 
@@ -43,18 +44,19 @@ class Line:
         return statistics.fmean(values) if values else None
 
 
-_FORMATS = {"perplexity": ".2f", "of dense": ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"}
+PERPLEXITY, OF_DENSE = "perplexity ", "of dense "  # columns begin with these; the name of a text follows
+_FORMATS = {PERPLEXITY: ".2f", OF_DENSE: ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"}
 _ACCURACY = ".4f"
 _COUNTS = ("version", "num_fewshot", "samples", "samples_total", "tasks")  # beside the metrics of a task
 
 
 def evaluation(cell: dict) -> dict[str, float]:
-    """The figures that describe a model: perplexity, and the first metric of each task with its standard error.
+    """The figures that describe a model: perplexities, and the first metric of each task with its standard error.
 
     Args:
         cell: what run() returned for a cell, or its "dense".
     """
-    values = {"perplexity": cell.get("perplexity")}
+    values = {PERPLEXITY + text["source"]: text["perplexity"] for text in cell["perplexity"]}
     tasks = cell.get("lm_eval") or {}
     named = {"zero-shot": tasks.get("zeroshot", {}), "mmlu": tasks.get("mmlu", {}), **tasks.get("tasks", {})}
     for name, results in named.items():
@@ -69,10 +71,10 @@ def evaluation(cell: dict) -> dict[str, float]:
 
 def figures(cell: dict) -> dict[str, float]:
     """The numbers of a cell that tables show: column -> value. Columns without a value are left out."""
-    report, values = cell["report"], evaluation(cell)
-    if "perplexity" in values:
-        ratio = values["perplexity"] / cell["dense"]["perplexity"]
-        values = {"perplexity": values["perplexity"], "of dense": ratio, **values}
+    report, values, dense = cell["report"], evaluation(cell), evaluation(cell["dense"])
+    perplexities = {name: value for name, value in values.items() if name.startswith(PERPLEXITY)}
+    ratios = {OF_DENSE + name.removeprefix(PERPLEXITY): value / dense[name] for name, value in perplexities.items()}
+    values = perplexities | ratios | values
     values["seconds"] = pruning_seconds(report["seconds"])
     values["peak GB"] = report["peak_memory_bytes"] / 1e9
     return values if isinstance(report["energy"], str) else {**values, "kJ": report["energy"] / 1e3}
@@ -132,11 +134,9 @@ def _table(protocol: str, group: list[Line]) -> str:
 
 
 def _protocol(cell: dict) -> str:
-    text = "no perplexity"
-    if cell.get("perplexity") is not None:
-        text = "{windows} windows of {seqlen} tokens, tokens {tokens_sha256:.12}, bos {bos}, {tokenizer}"
+    parts = [f"{text['source']}: {protocol_line(text)}" for text in cell["perplexity"]] or ["no perplexity"]
     limit = (cell.get("lm_eval") or {}).get("limit")
-    return text.format_map(cell) + (f"; the first {limit} examples of each task" if limit else "")
+    return "; ".join(parts + [f"the first {limit} examples of each task"] * (limit is not None))
 
 
 def _seeds(line: Line) -> str:
@@ -144,7 +144,7 @@ def _seeds(line: Line) -> str:
 
 
 def _format(name: str, value: float) -> str:
-    return format(value, _FORMATS.get(name, _ACCURACY))
+    return format(value, next((form for start, form in _FORMATS.items() if name.startswith(start)), _ACCURACY))
 
 
 def _cell(line: Line, name: str) -> str:
@@ -167,5 +167,6 @@ def _csv(lines: list[Line]) -> str:
             config = cell["report"]["config"]
             values = figures(cell)
             values = [values.get(name) for name in names]
-            writer.writerow([cell["model"], line.label, *(config.get(key) for key in settings), *values])
+            facts = [",".join(fact) if isinstance(fact, list) else fact for fact in map(config.get, settings)]
+            writer.writerow([cell["model"], line.label, *facts, *values])
     return text.getvalue()

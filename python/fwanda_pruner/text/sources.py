@@ -8,6 +8,7 @@ documents and enter it in `NAMED`; to add a kind of file, enter its reader in `R
 import hashlib
 import json
 import os
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,9 +16,16 @@ from typing import Any, Literal, NamedTuple
 from ..errors import UserError, one_line
 
 SAMPLE = "sample"
+CODE = "code"
 Purpose = Literal["calibration", "eval"]
 
 _HELD_OUT_EVERY = 4  # topics of `sample`
+_CODE_HELD_OUT_EVERY = 2  # files of `code`
+# Folders of the standard library that `code` leaves out: tests, other packages, tables of characters, the text of
+# `sample`, and parts that not every Python has.
+_NOT_CODE = frozenset(
+    ("__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests")
+)
 _WAY_OUT = f"give a .txt, .jsonl or .parquet file, or '{SAMPLE}'"
 
 
@@ -41,6 +49,8 @@ def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
         source: one of
             - "sample": documentation that comes with Python. Every fourth topic is for evaluation, the others are for
               calibration.
+            - "code": Python's own standard library, one document a file, in the order of their names. Every second file
+              is for evaluation, the others are for calibration.
             - "wikitext2": rows of the train split; for evaluation, the rows of the test split joined by blank lines.
             - "c4": its first shard, for calibration only.
             - PATH.txt: one document, unchanged.
@@ -51,7 +61,7 @@ def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
         purpose: "calibration" or "eval".
 
     Returns:
-        The documents. Those of a `datasets` source stay on disk until they are asked for.
+        The documents. Those of "code" and of a `datasets` source stay on disk until they are asked for.
 
     Raises:
         UserError: the source is missing, unreadable, of an unknown kind or without text. A bad line or row is named.
@@ -95,6 +105,41 @@ def _sample(purpose: Purpose) -> list[str]:
     return [topics[name] for i, name in enumerate(names) if (i % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1) == held_out]
 
 
+class _Files(Sequence):
+    """Text files, read one by one. A file that is not UTF-8 is an empty document."""
+
+    def __init__(self, paths: list[Path]):
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> str:
+        path = self._paths[index]
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return ""
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
+
+
+def _code(purpose: Purpose) -> _Files:
+    library = Path(sysconfig.get_path("stdlib"))
+    names = []
+    for folder, subfolders, files in os.walk(library):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_CODE]
+        inside = Path(folder).relative_to(library)
+        # _sysconfigdata_*.py holds the settings of one build
+        names += [inside / name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+    if len(names) < _CODE_HELD_OUT_EVERY:
+        raise UserError(f"'{CODE}' needs the source files of Python's library, {library} has none: give a text file")
+    held_out = purpose == "eval"
+    paths = [library / name for name in sorted(names, key=Path.as_posix)]
+    last = _CODE_HELD_OUT_EVERY - 1
+    return _Files([path for i, path in enumerate(paths) if (i % _CODE_HELD_OUT_EVERY == last) == held_out])
+
+
 def _c4(purpose: Purpose) -> Sequence[str]:
     if purpose == "eval":
         raise UserError("c4 is a calibration source only: evaluate on wikitext2, a local file or 'sample'")
@@ -110,6 +155,7 @@ def _wikitext2(purpose: Purpose) -> Sequence[str]:
 
 NAMED: dict[str, NamedSource] = {
     SAMPLE: NamedSource(_sample),
+    CODE: NamedSource(_code),
     "wikitext2": NamedSource(_wikitext2),
     "c4": NamedSource(_c4, window_per_document=True),
 }
