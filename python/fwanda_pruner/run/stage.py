@@ -28,6 +28,7 @@ class StageName(str, Enum):
     """Stages of a run, in order; the values are the keys of `seconds` in fwanda.json."""
 
     LOAD = "load"
+    SAMPLE = "sample"
     TEXT = "text"
     EVAL_DENSE = "eval_dense"
     CALIBRATE = "calibrate"
