@@ -75,7 +75,7 @@ class Decoder:
             self._draw_all(start_token, report)
         else:
             self._draw_and_prove(start_token, report)
-        return self._drawn[: len(uniforms)].cpu()
+        return self._drawn[: len(uniforms)].to("cpu", copy=True)
 
     def _draw_and_prove(self, start_token: int, report: Callable[[int], object]) -> None:
         """Draws all tokens, and again with the cache of the model itself if the static one does not work."""
