@@ -70,11 +70,8 @@ class Decoder:
         """
         self._uniforms.zero_()
         self._uniforms[: len(uniforms)] = uniforms.to(self._device)
-        report = lambda steps: advance(steps * len(uniforms))  # noqa: E731
-        if self._proven:
-            self._draw_all(start_token, report)
-        else:
-            self._draw_and_prove(start_token, report)
+        draw = self._draw_all if self._proven else self._draw_and_prove
+        draw(start_token, lambda steps: advance(steps * len(uniforms)))
         return self._drawn[: len(uniforms)].to("cpu", copy=True)
 
     def _draw_and_prove(self, start_token: int, report: Callable[[int], object]) -> None:
@@ -82,7 +79,7 @@ class Decoder:
         self._proven, fault = True, None
         try:
             self._restart(start_token)
-            for position in range(2):  # some models fail only where the cache holds a token
+            for position in range(min(2, self._length)):  # some models fail only where the cache holds a token
                 self._step_at(position)
         except torch.OutOfMemoryError:
             raise

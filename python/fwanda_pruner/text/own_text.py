@@ -41,8 +41,9 @@ def sample_tokens(
     document inside a window, it simply goes on: a model trained on documents that follow each other continues with the
     next one.
 
-    Each window has random numbers of its own, so that the first windows of a larger nsamples are the same. On a CPU a
-    seed always gives the same text. On a GPU, rounding can change a token, and with it all that follow.
+    Each window has random numbers of its own: with a larger nsamples, the first windows stay the same up to rounding.
+    On a CPU the same arguments always give the same text, also in a run that was interrupted. On a GPU, rounding can
+    change a token, and with it all that follow.
 
     Args:
         model: a causal language model.
@@ -73,7 +74,7 @@ def sample_tokens(
         disable=None if progress else True,
     )
     with evaluating(model), bar:
-        size, decoder = _batch_size(model, nsamples - len(tokens), seqlen, start_token), None
+        size, decoder = _batch_size(model, nsamples, seqlen, start_token), None
         while len(tokens) < nsamples:
             bar.n = tokens.numel()
             try:
