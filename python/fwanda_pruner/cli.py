@@ -76,7 +76,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     parser = _Parser(prog="fwanda", description="Prune causal language models in one shot, without retraining.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_prune, _add_calibrate, _add_eval, _add_sweep, _add_report, _add_demo, _add_doctor):
+    for add in (_add_prune, _add_calibrate, _add_sample, _add_eval, _add_sweep, _add_report, _add_demo, _add_doctor):
         add(commands)
     return parser, commands.choices
 
@@ -117,6 +117,25 @@ def _add_calibrate(commands) -> None:
         help="file to write; it replaces a file of statistics, and no other",
     )
     _add_settings(parser, *CALIBRATION, "place", "passes")
+
+
+def _add_sample(commands) -> None:
+    parser = _command(commands, "sample", _sample, "let a model write the text that it is calibrated on")
+    _add_model(parser)
+    parser.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        required=True,
+        help="file to write, for --calibration; it replaces a file of this command, and no other",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run of the same command")
+    parser.add_argument(
+        "--start-token",
+        metavar="ID|TOKEN",
+        help="token that each text begins with, itself not written (default: BOS, else <|endoftext|>)",
+    )
+    texts = {"nsamples": "number of windows", "seqlen": "tokens in a window", "seed": "seed of the draws"}
+    _add_settings(parser, "place", **texts, max_memory=None)
 
 
 def _add_eval(commands) -> None:
@@ -198,16 +217,21 @@ def _add_task_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_settings(parser: argparse.ArgumentParser, *groups: str) -> None:
-    """Add the flags of some groups of settings. PruneConfig checks their values."""
-    for group in (group for group in GROUPS if group in groups):
-        section = parser.add_argument_group(GROUPS[group])
-        for f in fields(PruneConfig):
-            if f.metadata["group"] == group:
-                _add_setting(section, f)
+def _add_settings(parser: argparse.ArgumentParser, *groups: str, **single: str | None) -> None:
+    """Add the flags of some groups of settings, and single ones with a help text of their own or None.
+
+    PruneConfig checks their values.
+    """
+    for group in GROUPS:
+        wanted = [
+            f for f in fields(PruneConfig) if f.metadata["group"] == group and (group in groups or f.name in single)
+        ]
+        section = parser.add_argument_group(GROUPS[group]) if group in groups else parser
+        for f in wanted:
+            _add_setting(section, f, single.get(f.name))
 
 
-def _add_setting(section, f) -> None:
+def _add_setting(section, f, help: str | None = None) -> None:
     choices, kind = f.metadata["choices"], f.metadata["type"]
     shown = ", ".join(f.default) if isinstance(f.default, tuple) else f.default
     default = "" if shown in (None, False, "") else f" (default: {shown})"
@@ -216,7 +240,7 @@ def _add_setting(section, f) -> None:
         list: {"action": "append", "metavar": metavar},
         bool: {"action": "store_true"},
     }.get(kind, {"type": kind, "metavar": metavar})
-    help = (f.metadata["help"] + default).replace("%", "%%")
+    help = ((help or f.metadata["help"]) + default).replace("%", "%%")
     section.add_argument(flag(f.name), default=argparse.SUPPRESS, help=help, **form)
 
 
@@ -301,8 +325,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
     from .run.state import RunState
 
     with RunState(args.output, resume=args.resume) as state:
-        if args.resume and not state.resumed:
-            print("no interrupted run was found: starting from the beginning", file=sys.stderr)
+        _warn_of_fresh_start(args, state)
         with timed(seconds := {}, StageName.LOAD):
             model, tokenizer = _load(args, config)
         copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
@@ -356,6 +379,30 @@ def _calibrate(args: argparse.Namespace) -> None:
     statistics.save(output)
     print(f"statistics of {len(statistics.x2)} matrices saved in {args.output}")
     print(f"next: fwanda prune {args.model} --statistics {args.output} --sparsity 0.5 --output DIR")
+
+
+def _sample(args: argparse.Namespace) -> None:
+    config = _config(args)
+    from .run.sample import check_sample_file, write_sample
+    from .run.state import RunState
+
+    check_sample_file(args.output)
+    with RunState(args.output, resume=args.resume) as state:
+        _warn_of_fresh_start(args, state)
+        model, tokenizer = _load(args, config)
+        seconds, energy = write_sample(
+            model, tokenizer, args.output, config=config, start_token=args.start_token, state=state
+        )
+        state.remove()
+    print(f"seconds     {seconds:.1f} for {config.nsamples} windows of {config.seqlen} tokens")
+    print(f"energy      {energy if isinstance(energy, str) else f'{energy:.0f} J gross'}")
+    print(f"saved       {args.output}")
+    print(f"next: fwanda prune {args.model} --calibration {args.output} --sparsity 0.5 --output DIR")
+
+
+def _warn_of_fresh_start(args: argparse.Namespace, state) -> None:
+    if args.resume and not state.resumed:
+        print("no interrupted run was found: starting from the beginning", file=sys.stderr)
 
 
 def _eval(args: argparse.Namespace) -> None:

@@ -115,9 +115,40 @@ def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
         [n] int64 in [0, V), on the device of the probabilities.
     """
     draws = torch.rand(len(probabilities), 1, dtype=torch.float64, generator=generator).to(probabilities.device)
+    return invert_distribution(probabilities, draws)
+
+
+def invert_distribution(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The labels in whose intervals of the cumulative distribution given numbers lie.
+
+    Args:
+        probabilities: [n, V] fp32.
+        uniforms: [n, 1] fp64 in [0, 1), on the same device.
+
+    Returns:
+        [n] int64 in [0, V).
+    """
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    labels = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
+    labels = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     return labels[:, 0].clamp(max=probabilities.shape[-1] - 1)
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, ids: Tensor, places: Tensor) -> Tensor:
+    """What a causal language model predicts after some tokens of one window.
+
+    Args:
+        model: a causal language model.
+        ids: [1, L] int64, on the model's device.
+        places: [n] int64 positions of the tokens, on the same device.
+
+    Returns:
+        [n, V] fp32 probabilities of the next token.
+    """
+    decoder = find_decoder(model)
+    output = decoder(input_ids=ids, use_cache=False)
+    with _head_of(model, decoder, type(output)) as head:
+        return head(output.last_hidden_state[:, places])[0].float().softmax(-1)
 
 
 def _slices(model: nn.Module, hidden: Tensor, ids: Tensor, first_target: int = 1) -> Iterable[tuple[Tensor, Tensor]]:

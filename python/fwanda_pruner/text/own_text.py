@@ -1,0 +1,185 @@
+"""Text that the model writes itself: a calibration set that needs no data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..engine.decode import Decoder, cache_bytes
+from ..engine.device import evaluating, model_device
+from ..engine.memory import free_memory
+from ..engine.resume import Unfinished
+from ..errors import UserError
+from ..model.targets import check_length
+
+_END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
+_ON_CPU = 16  # sequences at a time; a constant, so that free memory does not change the text
+_SPARE = 0.8  # of the free memory that a batch may count on
+_LOGIT_BYTES = 40  # of temporary tensors, for each entry of the vocabulary and sequence
+_CACHE_PER_WEIGHT, _ANY_CACHE = 3, 16 << 30  # bytes of cache beyond which a larger batch hardly gains speed
+_REPEATED, _REPETITIVE = 0.5, 0.25  # share of one token in a window, and of such windows in the text
+
+
+def sample_tokens(
+    model: nn.Module,
+    *,
+    start_token: int,
+    nsamples: int,
+    seqlen: int,
+    seed: int,
+    progress: bool = True,
+    unfinished: Unfinished | None = None,
+) -> Tensor:
+    """Draws windows from the model's own distribution: ancestral sampling at temperature 1, without truncation.
+
+    Each window is what the model writes after the start token, which is not part of the window. Where the model ends a
+    document inside a window, it simply goes on: a model trained on documents that follow each other continues with the
+    next one.
+
+    Each window has random numbers of its own: with a larger nsamples, the first windows stay the same up to rounding.
+    On a CPU the same arguments always give the same text, also in a run that was interrupted. On a GPU, rounding can
+    change a token, and with it all that follow.
+
+    Args:
+        model: a causal language model.
+        start_token: from start_token_of().
+        nsamples: number of windows.
+        seqlen: tokens in each.
+        seed: of the draws.
+        progress: show a bar, where standard error is a terminal.
+        unfinished: keeps the finished windows about every minute; None: never.
+
+    Returns:
+        [nsamples, seqlen] int64 on the CPU.
+
+    Raises:
+        UserError: the windows are longer than the model allows, one of them does not fit the memory, the model predicts
+            NaN, or it repeats one token.
+    """
+    check_length(model, seqlen)
+    uniforms = torch.rand(nsamples, seqlen, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    saved = None if unfinished is None else unfinished.load()
+    tokens = torch.empty(0, seqlen, dtype=torch.int64) if saved is None else saved[0]["tokens"]
+    bar = tqdm(
+        total=uniforms.numel(),
+        initial=tokens.numel(),
+        desc="sample",
+        unit="tok",
+        unit_scale=True,
+        disable=None if progress else True,
+    )
+    with evaluating(model), bar:
+        size, decoder = _batch_size(model, nsamples, seqlen, start_token), None
+        while len(tokens) < nsamples:
+            bar.n = tokens.numel()
+            try:
+                decoder = decoder or Decoder(model, size, seqlen)
+                part = decoder.draw(uniforms[len(tokens) :][:size], start_token, bar.update)
+            except torch.OutOfMemoryError:
+                part = None  # go on outside of the handler: the traceback holds the tensors
+            if part is None:
+                decoder, size = None, _smaller(size, model_device(model), seqlen)
+                continue
+            tokens = torch.cat([tokens, part])
+            if unfinished is not None and unfinished.due():
+                unfinished.save({"tokens": tokens}, {})
+    _refuse_repetition(tokens)
+    return tokens
+
+
+def start_token_of(model: nn.Module, tokenizer: Any, given: str | int | None = None) -> int:
+    """The token that a text of this model begins with.
+
+    Without `given` it is, in this order: BOS of the tokenizer; BOS of the model's configuration, if it is a special
+    token of the tokenizer (some configurations name a BOS that their tokenizer does not have); the tokenizer's
+    <|endoftext|>, which stands between the documents that such models were trained on.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its tokenizer; may be None.
+        given: the number of a token, as int or as decimal digits, or the token itself.
+
+    Returns:
+        Its number.
+
+    Raises:
+        UserError: the model has none, or `given` is not in its vocabulary.
+    """
+    found = _found_start_token(model, tokenizer) if given is None else _given_start_token(tokenizer, given)
+    size = model.get_input_embeddings().weight.shape[0]
+    if not 0 <= found < size:
+        raise UserError(f"--start-token must be a token of the model, in [0, {size}), got {found}")
+    return found
+
+
+def _given_start_token(tokenizer: Any, given: str | int) -> int:
+    if isinstance(given, int) or given.isdecimal():
+        return int(given)
+    found = None if tokenizer is None else tokenizer.get_vocab().get(given)
+    if found is None:
+        raise UserError(f"--start-token must be a token of the tokenizer or the number of one, got {given!r}")
+    return found
+
+
+def _found_start_token(model: nn.Module, tokenizer: Any) -> int:
+    own = None if tokenizer is None else tokenizer.bos_token_id
+    configured = next(
+        (
+            token
+            for config in (model.config.get_text_config(), model.config)
+            if isinstance(token := getattr(config, "bos_token_id", None), int)
+        ),
+        None,
+    )
+    if tokenizer is not None and configured not in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
+        configured = None
+    separator = None if tokenizer is None else tokenizer.get_vocab().get(_END_OF_TEXT)
+    for token in (own, configured, separator):
+        if token is not None:
+            return token
+    raise UserError(
+        f"{type(model).__name__} has no start token (no BOS and no {_END_OF_TEXT}); name the one that its texts begin "
+        f"with by --start-token ID|TOKEN"
+    )
+
+
+def _batch_size(model: nn.Module, windows: int, seqlen: int, start_token: int) -> int:
+    """Sequences at a time: batches of nearly equal size that fit the memory."""
+    device, most = model_device(model), _ON_CPU
+    if device.type == "cuda":
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        cache = seqlen * cache_bytes(model, start_token)
+        temporary = _LOGIT_BYTES * model.config.get_text_config().vocab_size
+        fits = _SPARE * free_memory(device) / (cache + temporary)
+        useful = max(_CACHE_PER_WEIGHT * weights, _ANY_CACHE) / max(cache, 1)
+        most = max(1, int(min(fits, useful)))
+    return math.ceil(windows / max(1, math.ceil(windows / most)))
+
+
+def _smaller(size: int, device: torch.device, seqlen: int) -> int:
+    torch.cuda.empty_cache()
+    if size == 1:
+        raise UserError(
+            f"a sequence of {seqlen} tokens does not fit the memory of {device}; use a smaller --seqlen or a larger "
+            f"--max-memory"
+        )
+    warnings.warn(f"{device} ran out of memory: sampling {size // 2} sequences at a time", stacklevel=3)
+    return size // 2
+
+
+def _refuse_repetition(tokens: Tensor) -> None:
+    """Refuses a text of which over a quarter of the windows repeat one token in over half of their positions."""
+    commonest = tokens.mode(-1).values
+    repetitive = (tokens == commonest[:, None]).double().mean(-1) > _REPEATED
+    count = int(repetitive.sum())
+    if count > _REPETITIVE * len(tokens):
+        raise UserError(
+            f"the text of the model degenerates: in {count} of {len(tokens)} windows more than half of the tokens are "
+            f"the same one (the first repeats token {int(commonest[repetitive][0])}); name another --start-token, use "
+            f"a --dtype of larger range, or calibrate on another text"
+        )
