@@ -45,6 +45,7 @@ def summary(report: Report) -> str:
         f" {_percent(coverage['model'])} of the model's",
         *(f"perplexity  {_change(text)} on {text['source']}  ({protocol_line(text)})" for text in report.perplexity),
         *_domain_lines(report),
+        *_refit_lines(report),
         f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
         f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
         f"energy      {_energy(report)}",
@@ -59,6 +60,14 @@ def _domain_lines(report: Report) -> list[str]:
         f" Wanda {_loss(domain['wanda'])}  ({domain['windows']} windows,"
         f" {'calibrated' if domain['calibrated'] else 'not calibrated'})"
         for domain in report.domains
+    ]
+
+
+def _refit_lines(report: Report) -> list[str]:
+    if report.refit is None:
+        return []
+    return [
+        f"refit       kept in {report.refit['kept']} of {report.refit['blocks']} blocks, where the held-out loss fell"
     ]
 
 

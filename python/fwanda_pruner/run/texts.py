@@ -162,12 +162,16 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
     )
 
 
-def own_windows(config: PruneConfig) -> int:
-    """How many windows of the model's own text a run needs; 0 where it reads none."""
-    if not config.writes_text:
-        return 0
-    counts = dict(zip((s.name for s in config.sources), counts_of(config.sources, config.nsamples), strict=True))
-    return counts.get(OWN_TEXT, 0) + _further(config)
+def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int:
+    """How many windows of the model's own text a run needs; 0 where it reads none.
+
+    Args:
+        config, calibration, domains: as read_texts().
+    """
+    names = [source.name for source in config.sources]
+    if OWN_TEXT in names and (calibration or (domains and config.compares_with_wanda)):
+        return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + _further(config)
+    return _further(config) if domains and OWN_TEXT in config.guards else 0
 
 
 def read_texts(
