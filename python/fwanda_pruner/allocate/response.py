@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from .budgets import ScoreScales, global_scales
 from .judge import Judge, Losses
 from .masks import PackedMasks, column_scale, masks_of, pack
 
-ROUNDS = 8
+_FEW_ROUNDS, _MANY_ROUNDS = 8, 16  # for up to half of the weights; for more of them, and under a pattern
 _JUDGED_EVERY = 2  # rounds
 _ROUND_TOKENS = 16384
 _MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # share of the way to a measured ratio, in the logarithm, in the first round
@@ -122,7 +123,9 @@ def respond(
     """
     state = _start(engine, tokens, statistics, config)
     best, losses, best_rank = None, {}, judge.rank(start_losses)
-    for index in tqdm(range(ROUNDS), desc="respond", unit="round", disable=None if engine.progress else True):
+    for index in tqdm(
+        range(round_count(config)), desc="respond", unit="round", disable=None if engine.progress else True
+    ):
         saved = rounds.load(index)
         state = saved or _next_round(engine, tokens, judge, statistics, config, state, index)
         if state is None:
@@ -135,6 +138,11 @@ def respond(
         if (rank := judge.rank(state.losses)) < best_rank:
             best, best_rank = state.scales, rank
     return best, losses
+
+
+def round_count(config: PruneConfig) -> int:
+    """Rounds of the response: the more is removed, the longer the loss goes on falling."""
+    return _FEW_ROUNDS if config.nm is None and config.removed <= Fraction(1, 2) else _MANY_ROUNDS
 
 
 def _start(engine: Engine, tokens: Tensor, statistics: Statistics, config: PruneConfig) -> Round:
@@ -171,10 +179,11 @@ def _next_round(
     if reason := _unusable(lines):
         warnings.warn(f"{reason}: the response ends after {index} rounds", stacklevel=3)
         return None
-    scales = move_scales(state.scales, lines, 1 - (1 - _LAST_STEP) * index / max(1, ROUNDS - 1))
+    count = round_count(config)
+    scales = move_scales(state.scales, lines, 1 - (1 - _LAST_STEP) * index / max(1, count - 1))
     masks = pack(engine, masks_of(config, engine, statistics, scales))
     checkpointing = "on" if passes.checkpointing else state.checkpointing
-    judged = (index + 1) % _JUDGED_EVERY == 0 or index + 1 == ROUNDS
+    judged = (index + 1) % _JUDGED_EVERY == 0
     return Round(scales, judge.losses(masks) if judged else None, passes.micro_batch, checkpointing, masks)
 
 

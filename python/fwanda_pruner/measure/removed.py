@@ -19,8 +19,9 @@ class RemovedWeightSums(Sums):
     """Sums of -dL/dW_ij * W_ij over the removed weights of each row and column of a pruned model.
 
     While windows run, the modules of the targets compute with pruned weights. Their backward pass reduces the
-    derivative towards each removed weight at once, so that no weight gradient is kept. The pruned weights are formed
-    from the masks for each call: to keep them would take the memory of a second model.
+    derivative towards each removed weight at once, so that no weight gradient is kept. On a CPU the pruned weights are
+    formed once. On a GPU they are formed in each call, by a kernel at the speed of a copy: to keep them would take the
+    memory of a second model.
 
     Tensors, for each name: `name.rows` [R] and `name.columns` [C] fp64, the sums over all passes; `name.row_squares`
     and `name.column_squares`, the squares of the sums of each pass, added up; `name.passes` [] int64.
@@ -38,7 +39,7 @@ class RemovedWeightSums(Sums):
 
     def __enter__(self) -> RemovedWeightSums:
         forwards: dict[nn.Module, Callable] = {
-            target.module: partial(_forward, target, self._packed[target.name], partial(self.add, target.name))
+            target.module: partial(_forward, target, self._pruned(target), partial(self._add_gains, target))
             for target in self._targets
         }
         self._replaced = replaced("forward", forwards)
@@ -47,6 +48,18 @@ class RemovedWeightSums(Sums):
 
     def __exit__(self, *exception) -> None:
         self._replaced.__exit__(*exception)
+
+    def _pruned(self, target: Target) -> Callable[[], Tensor]:
+        """What gives the pruned weight of a matrix."""
+        form = partial(fk.masked_weight, target.weight, self._packed[target.name])
+        if target.weight.device.type != "cpu":
+            return form
+        pruned = form()
+        return lambda: pruned
+
+    def _add_gains(self, target: Target, gradient: Tensor, x: Tensor) -> None:
+        tokens = gradient.flatten(0, -2), x.flatten(0, -2)
+        self.add(target.name, *fk.removed_sums(*tokens, target.weight, self._packed[target.name]))
 
     def add(self, name: str, rows: Tensor, columns: Tensor) -> None:
         """Adds what one pass found in a matrix: sums [R] and [C] fp64."""
@@ -61,25 +74,24 @@ class RemovedWeightSums(Sums):
         totals[passes] = totals[passes].add_(1) if passes in totals else torch.tensor(1)
 
 
-def _forward(target: Target, packed: Tensor, add: Callable, x: Tensor) -> Tensor:
-    y = _PrunedLinear.apply(x, target, packed, add)
+def _forward(target: Target, pruned: Callable[[], Tensor], add: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:
+    y = _PrunedLinear.apply(x, pruned, add)
     bias = target.module.bias
     return y if bias is None else y + bias
 
 
 class _PrunedLinear(torch.autograd.Function):
-    """x W'^T with the pruned weight W'. Its backward pass adds up -dL/dW' * W over the removed weights."""
+    """x W'^T with the pruned weight W'. Its backward pass hands the gradient at its outputs and x to add()."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, target: Target, packed: Tensor, add: Callable) -> Tensor:
+    def forward(ctx, x: Tensor, pruned: Callable[[], Tensor], add: Callable[[Tensor, Tensor], None]) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.parts = target, packed, add
-        return nn.functional.linear(x, fk.masked_weight(target.weight, packed))
+        ctx.parts = pruned, add
+        return nn.functional.linear(x, pruned())
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         (x,) = ctx.saved_tensors
-        target, packed, add = ctx.parts
-        weight = target.weight
-        add(*fk.removed_sums(gradient.flatten(0, -2), x.flatten(0, -2), weight, packed))
-        return gradient @ fk.masked_weight(weight, packed), None, None, None
+        pruned, add = ctx.parts
+        add(gradient, x)
+        return gradient @ pruned(), None, None
