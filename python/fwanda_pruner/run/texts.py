@@ -225,7 +225,7 @@ class _Mix:
     @classmethod
     def of(cls, tokens: Tensor) -> _Mix:
         """Windows of one source."""
-        return cls(tokens, torch.zeros(len(tokens), dtype=torch.int64), (tokens[:0],))
+        return cls(tokens, torch.zeros(1, dtype=torch.int64).expand(len(tokens)), (tokens[:0],))
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class _Reader:
         windows = mix.further[label]
         unread = len(windows) > 0
         if not unread:
-            windows = mix.tokens[mix.labels == label][-_further(self.config) :]
+            windows = mix.tokens[torch.nonzero(mix.labels == label).flatten()[-_further(self.config) :]]
         return self._domain(name, windows, calibrated=True, unread=unread)
 
     def _domain(self, name: str, windows: Tensor, *, calibrated: bool, unread: bool) -> Domain:
