@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import UserError, one_line
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
-from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, parse_sources
+from .source_shares import SourceShare, check_names, counts_of, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
     "method": "what is pruned, and how",
@@ -358,11 +358,6 @@ class PruneConfig:
     def guards(self) -> tuple[str, ...]:
         """The texts of --guard, or those that stand for it."""
         return () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
-
-    @property
-    def writes_text(self) -> bool:
-        """Whether a source or guard is the model's own text."""
-        return OWN_TEXT in (*(source.name for source in self.sources), *self.guards)
 
     @property
     def fisher_windows(self) -> int:

@@ -30,7 +30,7 @@ from . import stages
 from .energy import EnergyMeter
 from .stage import Stages
 from .state import RunState
-from .texts import Texts, protocol, read_texts, sources_of, with_sources
+from .texts import Needs, Texts, protocol, read_texts, sources_of, with_sources
 
 
 def prune(
@@ -117,8 +117,9 @@ def run_prune(
         stages.check_given(config, model, statistics)
         stages.identify(state, config, engine, sources, statistics)
 
-        own, sampling_energy = stages.own_text(stage, engine, config, tokenizer)
-        texts = stages.texts(stage, engine, config, tokenizer, sources, statistics, own)
+        needs = Needs.of(config, statistics)
+        own, sampling_energy = stages.own_text(stage, engine, config, tokenizer, needs)
+        texts = stages.texts(stage, engine, config, tokenizer, sources, own, needs)
         dense = stages.dense_perplexity(stage, engine, texts)
         with stage.metered(EnergyMeter(device, config.energy)) as energy:
             statistics, passes = stages.statistics(stage, engine, config, texts, statistics)
@@ -183,8 +184,9 @@ def collect(
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
-        own, _ = stages.own_text(stage, engine, config, tokenizer)
-        texts = read_texts(config, engine, tokenizer, sources, own, calibration=True)
+        needs = Needs(calibration=True, domains=False)
+        own, _ = stages.own_text(stage, engine, config, tokenizer, needs)
+        texts = read_texts(config, engine, tokenizer, sources, own, needs)
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
 
 
@@ -209,7 +211,7 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, None, None, None)
-        texts = read_texts(config, engine, tokenizer, sources, calibration=False)
+        texts = read_texts(config, engine, tokenizer, sources, None, Needs(calibration=False, domains=False))
         found = [
             {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
             | protocol(windows, texts.bos, tokenizer)

@@ -35,7 +35,7 @@ from . import codecs
 from .energy import EnergyMeter
 from .stage import StageName, Stages
 from .state import RunState
-from .texts import Sources, Texts, own_windows, read_texts
+from .texts import Needs, Sources, Texts, own_windows, read_texts
 
 
 def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None) -> None:
@@ -73,12 +73,12 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
         state.notes.append("resumed: seconds and energy are those of the last part")
 
 
-def own_text(stage: Stages, engine: Engine, config: PruneConfig, tokenizer) -> tuple[Tensor | None, dict]:
+def own_text(stage: Stages, engine: Engine, config: PruneConfig, tokenizer, needs: Needs) -> tuple[Tensor | None, dict]:
     """[S, L] int64 windows that the model writes itself, None where no source is that; and the energy that they took.
 
     The energy is {stage: value}, as in EnergyMeter.to_dict()["phases"].
     """
-    count = own_windows(config)
+    count = own_windows(config, needs)
     if not count:
         return None, {}
     if tokenizer is None:
@@ -107,24 +107,11 @@ def texts(
     config: PruneConfig,
     tokenizer,
     sources: Sources,
-    given: Statistics | None,
     own: Tensor | None,
+    needs: Needs,
 ) -> Texts:
     """What the run reads, with [S, L] int64 windows of the model's own text where a source is that."""
-    measures = config.reads_statistics and given is None
-    return stage(
-        StageName.TEXT,
-        lambda: read_texts(
-            config,
-            engine,
-            tokenizer,
-            sources,
-            own,
-            calibration=config.runs_blocks or config.responds or measures,
-            domains=config.responds or not config.no_check,
-        ),
-        codecs.TEXTS,
-    )
+    return stage(StageName.TEXT, lambda: read_texts(config, engine, tokenizer, sources, own, needs), codecs.TEXTS)
 
 
 def dense_perplexity(stage: Stages, engine: Engine, texts: Texts) -> dict[str, float]:

@@ -39,11 +39,13 @@ class Sources:
 
     Attributes:
         calibration: sources by name, as config.calibration, or token ids [S, L] int64.
+        guards: names of texts, as config.guards.
         evaluation: name in the record -> a source by name, or token ids [S, L] int64.
         bos: whether windows begin with BOS; None: decide by the loss of the dense model.
     """
 
     calibration: tuple[str, ...] | Tensor
+    guards: tuple[str, ...]
     evaluation: dict[str, str | Tensor]
     bos: bool | None
 
@@ -51,8 +53,8 @@ class Sources:
         """Hashes that tell these texts from others."""
         given = self.calibration
         texts = [given] if isinstance(given, Tensor) else [source.name for source in parse_sources(given)]
-        evaluation = self.evaluation.values()
-        return {"calibration_sha256": list(map(_sha256, texts)), "eval_sha256": list(map(_sha256, evaluation))}
+        named = {"calibration": texts, "guard": self.guards, "eval": self.evaluation.values()}
+        return {f"{kind}_sha256": list(map(_sha256, given)) for kind, given in named.items()}
 
 
 def _sha256(text: str | Tensor) -> Any:
@@ -157,17 +159,41 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
         bos = statistics.bos
     return Sources(
         calibration if isinstance(calibration, Tensor) else config.calibration,
+        config.guards,
         dict(_named(list(config.eval) if eval is None else eval)),
         bos,
     )
 
 
-def own_windows(config: PruneConfig) -> int:
-    """How many windows of the model's own text a run needs; 0 where it reads none."""
-    if not config.writes_text:
-        return 0
+@dataclass(frozen=True)
+class Needs:
+    """What a run reads besides evaluation texts.
+
+    Attributes:
+        calibration: whether it reads the calibration text.
+        domains: whether it compares models on windows of several domains.
+    """
+
+    calibration: bool
+    domains: bool
+
+    @classmethod
+    def of(cls, config: PruneConfig, statistics: Statistics | None) -> Needs:
+        """Those of prune(), with given statistics or None."""
+        measures = config.reads_statistics and statistics is None
+        return cls(config.runs_blocks or config.responds or measures, config.responds or not config.no_check)
+
+
+def own_windows(config: PruneConfig, needs: Needs) -> int:
+    """How many windows of the model's own text a run needs; 0 where it reads none.
+
+    The number does not depend on the allocation, nor on whether statistics are given, so that these change no batch
+    and with it no token.
+    """
     counts = dict(zip((s.name for s in config.sources), counts_of(config.sources, config.nsamples), strict=True))
-    return counts.get(OWN_TEXT, 0) + _further(config)
+    if OWN_TEXT in counts and (needs.calibration or (needs.domains and config.compares_with_wanda)):
+        return counts[OWN_TEXT] + REPORTED + choice_windows(1)
+    return _further(config) if needs.domains and OWN_TEXT in config.guards else 0
 
 
 def read_texts(
@@ -175,10 +201,8 @@ def read_texts(
     engine: Engine,
     tokenizer,
     sources: Sources,
-    own: Tensor | None = None,
-    *,
-    calibration: bool,
-    domains: bool = False,
+    own: Tensor | None,
+    needs: Needs,
 ) -> Texts:
     """Tokenises the texts of a run. The first one decides about BOS where the settings leave it open.
 
@@ -186,9 +210,8 @@ def read_texts(
         config: from with_sources().
         engine, tokenizer: of the run.
         sources: from sources_of().
-        own: [own_windows(config), L] int64 text that the model wrote; None where no source is OWN_TEXT.
-        calibration: whether to read the calibration text.
-        domains: whether to read windows for comparisons.
+        own: [own_windows(), L] int64 text that the model wrote; None where none is needed.
+        needs: what to read besides the evaluation texts.
 
     Raises:
         UserError: a text cannot be read, or its windows do not suit the model. If only a comparison needs a calibration
@@ -196,16 +219,18 @@ def read_texts(
     """
     reader = _Reader(config, engine, tokenizer, sources, own)
     bos, mix, windows = sources.bos, None, {}
-    if calibration:
+    if needs.calibration:
         mix, bos = reader.mix(bos)
     for name, source in sources.evaluation.items():
         windows[name], bos = reader.evaluation(source, bos)
     found: list[Domain] = []
-    if domains:
+    calibration = mix
+    if needs.domains:
         if mix is None and config.compares_with_wanda:
             mix, bos = reader.mix_if_readable(bos)
         found, bos = reader.domains(mix, bos)
-    return Texts(mix.tokens if calibration else None, mix.labels if calibration else None, windows, tuple(found), bos)
+    tokens, labels = (None, None) if calibration is None else (calibration.tokens, calibration.labels)
+    return Texts(tokens, labels, windows, tuple(found), bos)
 
 
 @dataclass(frozen=True)
@@ -304,7 +329,7 @@ class _Reader:
         """Windows of one source for calibration, and further ones."""
         if name == OWN_TEXT:
             own = with_bos(self.own, self.tokenizer) if bos else self.own
-            return own[:count], own[count:]
+            return own[:count], own[count : count + _further(self.config)]
         return draw_windows(name, self.tokenizer, **self._settings(count), further=_further(self.config), bos=bos)
 
     def _settings(self, count: int) -> dict:

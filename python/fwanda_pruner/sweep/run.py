@@ -209,7 +209,7 @@ def _calibration(config: PruneConfig) -> tuple[str, ...]:
 
 
 def _text_names(config: PruneConfig) -> list[str]:
-    return [*(source.name for source in config.sources), *config.eval]
+    return [*(source.name for source in config.sources), *config.guards, *config.eval]
 
 
 def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
