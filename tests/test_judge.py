@@ -27,6 +27,13 @@ def domains(guards=("guard",), windows=2) -> list[Domain]:
     ]
 
 
+class KeepAll:
+    """Masks that remove nothing."""
+
+    def prune_(self, _weights):
+        pass
+
+
 class Scripted:
     """An engine whose windows lose what it is told, in the order of the calls: one number for each domain."""
 
@@ -38,7 +45,7 @@ class Scripted:
 
 
 def judge(dense, wanda, guards=("guard",)) -> Judge:
-    return Judge(Scripted(dense, wanda), domains(guards), {})
+    return Judge(Scripted(dense, wanda), domains(guards), KeepAll())
 
 
 def losses(*values) -> dict[str, float]:
@@ -73,7 +80,7 @@ def test_a_judge_reads_the_windows_of_the_choice_and_not_those_of_the_report():
     reported = tiny.tokens(2, 24, seed=7)
     choice = tiny.tokens(2, 24, seed=8)
     model = tiny.llama()
-    found = Judge(engine_of(model), [Domain("a", True, False, True, reported, choice)], {})
+    found = Judge(engine_of(model), [Domain("a", True, False, True, reported, choice)], KeepAll())
     assert found.dense["a"] == pytest.approx(math.log(oracle.perplexity(model, choice)), rel=1e-5)
 
 

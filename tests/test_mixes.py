@@ -12,7 +12,7 @@ import fwanda_pruner
 from fwanda_pruner import PruneConfig, Statistics, UserError
 from fwanda_pruner.cli import main
 from fwanda_pruner.run import texts
-from fwanda_pruner.run.texts import Needs, read_texts, sources_of, with_sources
+from fwanda_pruner.run.texts import read_texts, sources_of, with_sources
 from fwanda_pruner.source_shares import counts_of, interleaved
 from fwanda_pruner.text.windows import calibration_tokens, draw_windows, guard_tokens, tokens_sha256
 
@@ -29,15 +29,12 @@ def files(tmp_path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def read(
-    calibration, *, needs=None, own=None, bos="none", model=None, given=None, eval=None, **settings
-) -> texts.Texts:
+def read(calibration, *, domains=True, own=None, bos="none", model=None, eval=None, **settings) -> texts.Texts:
     """What a run reads."""
     settings = {"nsamples": 20, "seqlen": LENGTH, "guard": "none", "bos": bos, **settings}
-    config = with_sources(PruneConfig(calibration=calibration, **settings), given, eval, None)
-    sources = sources_of(config, given, eval, None)
-    needs = needs or Needs(calibration=True, domains=True)
-    return read_texts(config, engine_of(model or tiny.llama()), tiny.tokenizer(), sources, own, needs)
+    config = with_sources(PruneConfig(calibration=calibration, **settings), None, eval, None)
+    sources, engine = sources_of(config, None, eval, None), engine_of(model or tiny.llama())
+    return read_texts(config, engine, tiny.tokenizer(), sources, own, calibration=True, domains=domains)
 
 
 def origin(tokens) -> list[int]:
@@ -77,7 +74,7 @@ def test_one_source_is_read_as_before(files):
 
 
 def test_windows_for_comparisons_are_none_of_the_calibration(files):
-    found = read(tuple(files), needs=Needs(True, True), allocation="response")
+    found = read(tuple(files), allocation="response")
     read_for = [rows(found.calibration)]
     for label, domain in enumerate(found.domains):
         assert domain.source == files[label] and domain.calibrated and domain.unread
@@ -97,7 +94,7 @@ def test_a_choice_reads_at_least_eight_windows_and_four_of_each_domain(names, ch
 
 def test_more_windows_for_comparisons_do_not_change_those_of_the_calibration(files):
     one = read(tuple(files))
-    for other in (read(tuple(files), allocation="auto"), read(tuple(files), needs=Needs(True, False))):
+    for other in (read(tuple(files), allocation="auto"), read(tuple(files), domains=False)):
         assert torch.equal(one.calibration, other.calibration)
 
 
@@ -184,25 +181,26 @@ def test_own_text_gets_bos_where_the_others_have_it(files):
 
 
 @pytest.mark.parametrize(
-    "settings, needs, windows",
+    "settings, reads, windows",
     [
-        ({"calibration": ("self",)}, Needs(True, True), 20 + 16),
-        ({"calibration": ("self",)}, Needs(True, False), 20 + 16),
-        ({"calibration": ("self",), "allocation": "auto"}, Needs(True, True), 20 + 16),
-        ({"calibration": ("c4", "self")}, Needs(True, True), 10 + 16),
-        ({"calibration": ("self",)}, Needs(False, True), 20 + 16),  # Wanda's masks are compared on that text
-        ({"calibration": ("self",), "method": "magnitude"}, Needs(False, True), 0),
-        ({"calibration": ("self",), "method": "wanda"}, Needs(False, True), 0),
-        ({"calibration": ("self",)}, Needs(False, False), 0),
-        ({"guard": "self"}, Needs(True, True), 8),
-        ({"guard": "self", "allocation": "auto"}, Needs(True, True), 12),
-        ({"guard": "self"}, Needs(True, False), 0),
-        ({}, Needs(True, True), 0),
+        ({"calibration": ("self",)}, (True, True), 20 + 16),
+        ({"calibration": ("self",)}, (True, False), 20 + 16),
+        ({"calibration": ("self",), "allocation": "auto"}, (True, True), 20 + 16),
+        ({"calibration": ("c4", "self")}, (True, True), 10 + 16),
+        ({"calibration": ("self",)}, (False, True), 20 + 16),  # Wanda's masks are compared on that text
+        ({"calibration": ("self",), "method": "magnitude"}, (False, True), 0),
+        ({"calibration": ("self",), "method": "wanda"}, (False, True), 0),
+        ({"calibration": ("self",)}, (False, False), 0),
+        ({"guard": "self"}, (True, True), 8),
+        ({"guard": "self", "allocation": "auto"}, (True, True), 12),
+        ({"guard": "self"}, (True, False), 0),
+        ({}, (True, True), 0),
     ],
     ids=str,
 )
-def test_a_model_writes_as_many_windows_as_are_read(settings, needs, windows):
-    assert texts.own_windows(PruneConfig(nsamples=20, **settings).resolved(), needs) == windows
+def test_a_model_writes_as_many_windows_as_are_read(settings, reads, windows):
+    config = PruneConfig(nsamples=20, **settings).resolved()
+    assert texts.own_windows(config, calibration=reads[0], domains=reads[1]) == windows
 
 
 # Guards

@@ -19,6 +19,9 @@ PROTOCOL = {
 }
 
 
+OPTIONAL = {"sparsity", "coverage", "row_histogram", "refit"}  # derived, or younger than the first records
+
+
 def domain(source: str, dense=2.0, wanda=2.5, pruned=2.25, **changes) -> dict:
     facts = {"source": source, "calibrated": False, "unread": True, "windows": 8}
     return facts | {"dense": dense, "wanda": wanda, "pruned": pruned} | changes
@@ -79,6 +82,7 @@ def test_nothing_pruned_is_zero_sparsity_not_a_division_error():
         {"perplexity": [{"dense": 20.5, "pruned": float("inf"), **PROTOCOL}]},
         {"perplexity": [{"dense": 20.5, "pruned": 21.0, **PROTOCOL, "source": source} for source in ("code", "b.txt")]},
         {"row_histogram": None},
+        {"refit": {"blocks": 4, "kept": 3}},
         {"domains": [domain("c4", calibrated=True), domain("code", wanda=None, pruned=None)]},
     ],
 )
@@ -92,7 +96,7 @@ def test_stable_keys():
     assert set(make_report().to_dict()) == {
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
         "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details", "domains",
-        "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram",
+        "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram", "refit",
     }  # fmt: skip
 
 
@@ -106,7 +110,7 @@ def test_a_record_of_an_older_version_has_no_histogram_and_no_disagreement():
     assert [row.wanda_disagreement for row in report.matrices] == [None, None, None]
 
 
-@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - {"sparsity", "coverage", "row_histogram"}))
+@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - OPTIONAL))
 def test_a_missing_key_is_named(key, tmp_path):
     data = make_report().to_dict()
     del data[key]
@@ -134,6 +138,9 @@ def test_a_missing_key_is_named(key, tmp_path):
         (r"domains\[0\].dense", lambda d: d["domains"][0].update(dense=True)),
         (r"domains\[2\]", lambda d: d["domains"].append("code")),
         ("'domains'", lambda d: d.update(domains=d["domains"][0])),
+        (r"'refit.kept'", lambda d: d.update(refit={"blocks": 3})),
+        (r"'refit.blocks'", lambda d: d.update(refit={"blocks": "all", "kept": 3})),
+        (r"'refit.blocks'", lambda d: d.update(refit=[3])),
         ("'seconds'", lambda d: d.update(seconds=3)),
         ("'row_histogram'", lambda d: d.update(row_histogram=3)),
         ("'row_histogram'", lambda d: d["row_histogram"].pop()),
@@ -211,7 +218,8 @@ def compared() -> Report:
             domain("c4", calibrated=True),
             domain("tokens", calibrated=True, unread=False),
             domain("code", 0.5, None, 1.125, windows=6),
-        ]
+        ],
+        refit={"blocks": 4, "kept": 3},
     )
 
 
@@ -222,6 +230,12 @@ def test_each_domain_has_a_line_of_the_summary():
         "tokens: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on these)",
         "code: loss 0.500 -> 1.125, Wanda -  (6 windows, not calibrated)",
     ]
+
+
+def test_the_summary_says_how_many_updates_were_kept():
+    line = "refit       kept in 3 of 4 blocks, where the held-out loss fell"
+    assert line in summary(make_report(refit={"blocks": 4, "kept": 3})).splitlines()
+    assert "refit" not in summary(make_report())
 
 
 def test_the_table_has_a_last_block_with_a_row_for_each_domain_of_each_run():

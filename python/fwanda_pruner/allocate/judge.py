@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..engine.engine import Engine
-from ..engine.masks_in_passing import MaskFunctions
+from ..engine.masks_in_passing import Masks
 from ..text.domains import Domain
 
 Losses = Mapping[str, float]
 """Source of a domain -> mean next-token loss in nats; inf where it is not finite."""
 
 
-def domain_losses(engine: Engine, windows: Mapping[str, Tensor], masks: MaskFunctions | None = None) -> Losses:
+def domain_losses(engine: Engine, windows: Mapping[str, Tensor], masks: Masks | None = None) -> Losses:
     """Losses of the windows [S, L] of each domain, under masks; None: with the weights as they are."""
     sizes = [len(tokens) for tokens in windows.values()]
     losses = engine.window_losses(torch.cat(list(windows.values())), masks)
@@ -36,14 +36,14 @@ class Judge:
         dense, wanda: losses of the dense model, and of Wanda's masks.
     """
 
-    def __init__(self, engine: Engine, domains: Sequence[Domain], wanda: MaskFunctions):
+    def __init__(self, engine: Engine, domains: Sequence[Domain], wanda: Masks):
         self._engine = engine
         self._windows = {domain.source: domain.choice for domain in domains}
         self._guards = [domain.source for domain in domains if domain.guard]
         self.dense = self.losses(None)
         self.wanda = self.losses(wanda)
 
-    def losses(self, masks: MaskFunctions | None) -> Losses:
+    def losses(self, masks: Masks | None) -> Losses:
         """Loss of each domain under masks; None: with the weights as they are."""
         return domain_losses(self._engine, self._windows, masks)
 

@@ -1,26 +1,81 @@
-"""Masks that a method would keep, without zeros in the weights."""
+"""Masks that an allocation selects, without zeros in the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import fwanda_kernels as fk
 
 from ..config import PruneConfig
 from ..engine.engine import Engine
-from ..engine.masks_in_passing import MaskFunctions
+from ..engine.masks_in_passing import Masks
 from ..measure.statistics import Statistics
 from .budgets import ScoreScales, keep_budgets
 
 
+@dataclass(frozen=True)
+class RowMasks:
+    """In each row the budgeted number of weights with the largest |W_ij| * scale_j.
+
+    Attributes:
+        scales: name -> [C] fp32.
+        budgets: name -> [R] int64.
+    """
+
+    scales: Mapping[str, Tensor]
+    budgets: Mapping[str, Tensor]
+
+    def prune_(self, weights: Mapping[str, Tensor]) -> None:
+        scales, budgets = [self.scales[name] for name in weights], [self.budgets[name] for name in weights]
+        fk.foreach_row_topk_prune_(list(weights.values()), scales, budgets, bad=_unread(weights))
+
+
+@dataclass(frozen=True)
+class PatternMasks:
+    """Of every m consecutive weights of a row the n with the largest |W_ij| * scale_j; columns left over stay.
+
+    Attributes:
+        scales: name -> [C] fp32.
+        n, m: of the pattern.
+    """
+
+    scales: Mapping[str, Tensor]
+    n: int
+    m: int
+
+    def prune_(self, weights: Mapping[str, Tensor]) -> None:
+        for (name, weight), bad in zip(weights.items(), _unread(weights).split(1), strict=True):
+            whole = weight.shape[1] - weight.shape[1] % self.m
+            fk.nm_prune_(weight[:, :whole], self.scales[name][:whole], self.n, self.m, bad=bad)
+
+
+def _unread(weights: Mapping[str, Tensor]) -> Tensor:
+    """Flags for bad values, which nobody reads: the values were checked, and with a flag no call waits for them."""
+    return torch.zeros(len(weights), dtype=torch.int32, device=next(iter(weights.values())).device)
+
+
+@dataclass(frozen=True)
+class PackedMasks:
+    """Masks held as one bit a weight, for uses in quick succession.
+
+    Attributes:
+        packed: name -> [R, ceil(C / 8)] uint8, as fk.pack_mask() packs a mask.
+    """
+
+    packed: Mapping[str, Tensor]
+
+    def prune_(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            weight.copy_(fk.masked_weight(weight, self.packed[name]))
+
+
 def masks_of(
     config: PruneConfig, engine: Engine, statistics: Statistics, scales: ScoreScales | None = None
-) -> MaskFunctions:
+) -> RowMasks | PatternMasks:
     """Masks that the configured allocation or pattern selects on the dense weights.
 
     Args:
@@ -34,10 +89,8 @@ def masks_of(
     """
     column_scales = {t.name: column_scale(statistics, scales, t.name) for t in engine.targets}
     if config.nm:
-        n, m = config.nm
-        return {name: partial(_pattern_mask, scale=scale, n=n, m=m) for name, scale in column_scales.items()}
-    budgets = keep_budgets(config, engine, statistics, scales)
-    return {name: partial(row_mask, scale=scale, keep=budgets[name]) for name, scale in column_scales.items()}
+        return PatternMasks(column_scales, *config.nm)
+    return RowMasks(column_scales, keep_budgets(config, engine, statistics, scales))
 
 
 def column_scale(statistics: Statistics, scales: ScoreScales | None, name: str) -> Tensor:
@@ -46,37 +99,13 @@ def column_scale(statistics: Statistics, scales: ScoreScales | None, name: str) 
     return norm if scales is None else norm * scales.columns[name]
 
 
-def row_mask(weight: Tensor, *, scale: Tensor, keep: Tensor) -> Tensor:
-    """[R, C] bool: in row i the keep[i] largest |W| * scale."""
-    return fk.row_topk_mask(weight, scale, keep)
-
-
-def _pattern_mask(weight: Tensor, *, scale: Tensor, n: int, m: int) -> Tensor:
-    """[R, C] bool: of every m columns the n largest |W| * scale. Columns left over at the end stay."""
-    whole = weight.shape[1] - weight.shape[1] % m
-    mask = torch.ones_like(weight, dtype=torch.bool)
-    mask[:, :whole] = fk.nm_mask(weight[:, :whole], scale[:whole], n, m)
-    return mask
-
-
-def select_once(engine: Engine, masks: MaskFunctions) -> MaskFunctions:
-    """The same masks, selected now and held as one bit a weight, for uses in quick succession."""
-    selected: dict[str, Callable[[Tensor], Tensor]] = {}
+def pack(engine: Engine, masks: Masks) -> PackedMasks:
+    """The masks of the dense weights, selected now. Weights that are 0 count as removed."""
+    packed: dict[str, Tensor] = {}
     for index in range(engine.block_count):
         with engine.block(index) as block:
-            selected |= {name: MaskBits(masks[name](weight)) for name, weight in block.weights.items()}
-    return selected
-
-
-class MaskBits:
-    """A mask [R, C] bool held as one bit a weight; a call gives it back."""
-
-    def __init__(self, mask: Tensor):
-        self._shape = mask.shape
-        self._places = (2 ** torch.arange(8, device=mask.device)).to(torch.uint8)
-        bits = functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
-        self._bytes = (bits * self._places).sum(1, dtype=torch.uint8)
-
-    def __call__(self, _weight: Tensor | None = None) -> Tensor:
-        bits = (self._bytes[:, None] & self._places) != 0
-        return bits.flatten()[: self._shape.numel()].view(self._shape)
+            weights = {name: weight.clone() for name, weight in block.weights.items()}
+            if weights:
+                masks.prune_(weights)
+            packed |= {name: fk.pack_mask(weight != 0) for name, weight in weights.items()}
+    return PackedMasks(packed)

@@ -4,8 +4,9 @@ The global allocation predicts from the dense model what the removal of each wei
 two exponents. The response measures it instead. A backward pass through the pruned model gives, for each removed
 weight, the derivative -g_ij W_ij of the loss towards putting it back. Summed over the removed weights of a matrix, row
 or column, and divided by the sum of their squared scores, it says by how much those scores were too low. The scales of
-the scores move a part of the way, the masks are selected again, and so on for a few rounds. Where the scales come to
-rest, a weight at the threshold is worth the same in every matrix: the condition for the best division of a budget.
+the scores move a part of the way, the masks are selected again, and so on for a few rounds. The steps become smaller,
+because with steps of one size the masks swing around the best. Where the scales come to rest, a weight at the
+threshold is worth the same in every matrix: the condition for the best division of a budget.
 
 The derivative of a single weight is nearly all noise, so only sums are used. Those of rows and columns are shrunk
 towards the ratio of their matrix, more so the noisier they are (empirical Bayes). The differences between the passes of
@@ -23,19 +24,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import fwanda_kernels as fk
+
 from ..config import PruneConfig
 from ..engine.engine import Engine
-from ..engine.masks_in_passing import MaskFunctions
 from ..engine.resume import Steps
 from ..measure.removed import RemovedWeightSums
 from ..measure.statistics import Statistics
 from .budgets import ScoreScales, global_scales
 from .judge import Judge, Losses
-from .masks import column_scale, masks_of, select_once
+from .masks import PackedMasks, column_scale, masks_of, pack
 
-ROUNDS = 8
-_ROUND_TOKENS = 32768
-_MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # share of the way to a measured ratio, in the logarithm
+ROUNDS = 10
+_ROUND_TOKENS = 16384
+_MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # share of the way to a measured ratio, in the logarithm, in the first round
+_LAST_STEP = 0.3  # of these steps, in the last round
 _PASSES = 8  # backward passes of a round, at least, where there are as many windows
 _MATRIX_BOUND, _LINE_BOUND = 5.0, 10.0  # of a ratio in one round
 
@@ -55,7 +58,7 @@ class Round:
     losses: Losses
     micro_batch: int
     checkpointing: str
-    masks: MaskFunctions | None = field(default=None, compare=False)
+    masks: PackedMasks | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def respond(
 
     Args:
         engine: of a dense model in eval mode; its weights are unchanged afterwards.
-        tokens: [S, L] int64 windows; each round takes the next ones, about 32,768 tokens.
+        tokens: [S, L] int64 windows; each round takes the next ones, about 16,384 tokens.
         judge: compares masks.
         statistics: of the dense model, with g2.
         config: resolved; its global allocation is where the rounds start.
@@ -155,33 +158,33 @@ def _next_round(
     index: int,
 ) -> Round | None:
     """Measures the masks of a state on the next windows and moves its scales; None if no step follows."""
-    masks = state.masks or select_once(engine, masks_of(config, engine, statistics, state.scales))
+    masks = state.masks or pack(engine, masks_of(config, engine, statistics, state.scales))
     size = _round_windows(tokens)
     windows = tokens[torch.arange(index * size, (index + 1) * size) % len(tokens)]
-    sums = RemovedWeightSums(engine.targets, masks)
+    sums = RemovedWeightSums(engine.targets, masks.packed)
     settings = replace(engine.settings, micro_batch=state.micro_batch, checkpointing=state.checkpointing)
     passes = engine.measure(windows, sums, backward=True, settings=settings)
     lines = _line_sums(_predicted(engine, statistics, state.scales, masks), sums.tensors())
     if reason := _unusable(lines):
         warnings.warn(f"{reason}: the response ends after {index} rounds", stacklevel=3)
         return None
-    scales = move_scales(state.scales, lines)
-    masks = select_once(engine, masks_of(config, engine, statistics, scales))
+    scales = move_scales(state.scales, lines, 1 - (1 - _LAST_STEP) * index / max(1, ROUNDS - 1))
+    masks = pack(engine, masks_of(config, engine, statistics, scales))
     checkpointing = "on" if passes.checkpointing else state.checkpointing
     return Round(scales, judge.losses(masks), passes.micro_batch, checkpointing, masks)
 
 
 def _predicted(
-    engine: Engine, statistics: Statistics, scales: ScoreScales, masks: MaskFunctions
+    engine: Engine, statistics: Statistics, scales: ScoreScales, masks: PackedMasks
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """name -> sums of the squared scores over the removed weights of each row and each column, fp64."""
     predicted = {}
     for index in range(engine.block_count):
         with engine.block(index) as block:
             for name, weight in block.weights.items():
+                removed = weight - fk.masked_weight(weight, masks.packed[name])  # exact: one of the two is 0
                 scale = column_scale(statistics, scales, name)
-                squares = (weight.float().abs() * scale * scales.rows[name][:, None]).square()
-                squares.masked_fill_(masks[name](weight), 0)
+                squares = (removed.float() * scale * scales.rows[name][:, None]).square_()
                 predicted[name] = squares.sum(1, dtype=torch.float64), squares.sum(0, dtype=torch.float64)
     return predicted
 
@@ -214,16 +217,23 @@ def _unusable(lines: Mapping[str, tuple[LineSums, LineSums]]) -> str | None:
     return None if missed else no_step
 
 
-def move_scales(scales: ScoreScales, lines: Mapping[str, tuple[LineSums, LineSums]]) -> ScoreScales:
-    """Moves the scales a step towards the measured ratios; those of a matrix without sums stay."""
+def move_scales(scales: ScoreScales, lines: Mapping[str, tuple[LineSums, LineSums]], step: float = 1.0) -> ScoreScales:
+    """Moves the scales a step towards the measured ratios; those of a matrix without sums stay.
+
+    Args:
+        scales: of the scores.
+        lines: name -> sums of the rows and of the columns.
+        step: of the steps of the first round.
+    """
     measured = torch.stack([rows.measured.sum() for rows, _ in lines.values()])
     predicted = torch.stack([rows.predicted.sum() for rows, _ in lines.values()])
     ratios = torch.where(predicted > 0, measured / predicted, 0)
     middle = ratios[ratios > 0].median()
     ratios = torch.where(predicted > 0, ratios, middle)  # nothing was removed from such a matrix
-    steps = (ratios / middle).clamp(1 / _MATRIX_BOUND, _MATRIX_BOUND) ** (_MATRIX_STEP / 2)
+    steps = (ratios / middle).clamp(1 / _MATRIX_BOUND, _MATRIX_BOUND) ** (step * _MATRIX_STEP / 2)
+    line_step = step * _LINE_STEP / 2
     rows, columns = dict(scales.rows), dict(scales.columns)
-    for (name, (row_sums, column_sums)), ratio, step in zip(lines.items(), ratios, steps, strict=True):
-        rows[name] = (rows[name] * step * row_sums.ratios(ratio) ** (_LINE_STEP / 2)).float()
-        columns[name] = (columns[name] * column_sums.ratios(ratio) ** (_LINE_STEP / 2)).float()
+    for (name, (row_sums, column_sums)), ratio, own in zip(lines.items(), ratios, steps, strict=True):
+        rows[name] = (rows[name] * own * row_sums.ratios(ratio) ** line_step).float()
+        columns[name] = (columns[name] * column_sums.ratios(ratio) ** line_step).float()
     return ScoreScales(rows, columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from ..engine.engine import Engine
 from ..engine.resume import NoSteps, Steps
 from ..errors import UserError
 from ..measure.statistics import Statistics
-from ..text.domains import Domain
 from .budgets import ScoreScales
 from .judge import Judge, Losses
 from .masks import masks_of
@@ -71,7 +70,7 @@ def candidates(config: PruneConfig) -> dict[str, PruneConfig]:
 def choose(
     engine: Engine,
     tokens: Tensor,
-    domains: Sequence[Domain],
+    judge: Judge,
     statistics: Statistics,
     config: PruneConfig,
     *,
@@ -85,7 +84,7 @@ def choose(
     Args:
         engine: of a dense model in eval mode; its weights are unchanged afterwards.
         tokens: [S, L] int64 calibration windows.
-        domains: with the windows that decide, better not those of the calibration.
+        judge: compares masks.
         statistics: of the dense model.
         config: resolved, with the allocation "response" or "auto".
         rounds: keeps the rounds, for an interrupted run.
@@ -93,7 +92,6 @@ def choose(
     Raises:
         UserError: no allocation gives a finite loss, or the memory does not suffice.
     """
-    judge = Judge(engine, domains, masks_of(wanda_config(config), engine, statistics))
     configs = candidates(config)
     losses = try_masks(engine, judge, statistics, configs)
     start = min((name for name in losses if configs[name].allocation == "global"), key=lambda n: judge.rank(losses[n]))

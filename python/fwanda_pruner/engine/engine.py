@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..config import PruneConfig
 from ..model.targets import Target
 from .loop import PassRecord, PassSettings
-from .masks_in_passing import MaskFunctions
+from .masks_in_passing import Masks
 from .resident import Block, ResidentEngine
 from .resume import Unfinished
 from .sums import Sums
@@ -63,7 +63,7 @@ class Engine(Protocol):
     def window_losses(
         self,
         tokens: Tensor,
-        masks: MaskFunctions | None = None,
+        masks: Masks | None = None,
         *,
         first_target: int = 1,
         settings: PassSettings | None = None,

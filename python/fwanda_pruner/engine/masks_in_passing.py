@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..model.targets import Target
 
-MaskFunctions = Mapping[str, Callable[[Tensor], Tensor]]
-"""Name of a matrix -> a function that takes its weight [R, C] and gives its mask [R, C] bool, True where kept."""
+
+class Masks(Protocol):
+    """Which weights of a model stay."""
+
+    def prune_(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets the removed weights of some matrices [R, C], given by their names, to 0 in place.
+
+        The matrices hold their dense weights. The call does not wait for the device.
+        """
 
 
 @contextmanager
-def masked_blocks(blocks: Sequence[nn.Module], targets: Sequence[Target], masks: MaskFunctions) -> Iterator[None]:
+def masked_blocks(blocks: Sequence[nn.Module], targets: Sequence[Target], masks: Masks) -> Iterator[None]:
     """Prunes each decoder block while it runs; before and after that, the block is dense.
 
     Holds a copy of the weights of one block.
     """
     dense: list[tuple[Tensor, Tensor]] = []  # weights of the running block, and copies of their dense values
 
-    def mask_of(block_targets: list[Target]):
+    def prune_targets(block_targets: list[Target]):
         @torch.no_grad()
         def hook(*_):
-            for target in block_targets:
-                weight = target.weight
-                mask = masks[target.name](weight)
-                dense.append((weight, weight.clone()))
-                weight.masked_fill_(~mask, 0)
+            weights = {target.name: target.weight for target in block_targets}
+            dense.extend((weight, weight.clone()) for weight in weights.values())
+            masks.prune_(weights)
 
         return hook
 
@@ -43,7 +49,7 @@ def masked_blocks(blocks: Sequence[nn.Module], targets: Sequence[Target], masks:
         block_targets = [target for target in targets if target.block == index]
         if block_targets:
             handles += [
-                block.register_forward_pre_hook(mask_of(block_targets)),
+                block.register_forward_pre_hook(prune_targets(block_targets)),
                 block.register_forward_hook(restore, always_call=True),
             ]
     try:

@@ -17,6 +17,7 @@ from .losses import backward_of_summed_loss, find_decoder, summed_losses
 from .sums import Sums
 
 _BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
+_FORWARD_BUSY = 1 << 25  # a forward pass alone keeps none of them, so more may run at once
 
 
 class ModelWindows:
@@ -75,7 +76,8 @@ class ModelWindows:
 
     @property
     def busy_windows(self) -> int:
-        return round(_BUSY / (self._model.config.get_text_config().hidden_size * self.length))
+        busy = _BUSY if self.backward else _FORWARD_BUSY
+        return round(busy / (self._model.config.get_text_config().hidden_size * self.length))
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._generator is None else {"generator": self._generator.get_state()}

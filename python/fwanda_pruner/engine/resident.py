@@ -14,7 +14,7 @@ from ..model.experts import run_split
 from ..model.targets import Target, find_blocks
 from .device import model_device
 from .loop import PassRecord, PassSettings, run_windows
-from .masks_in_passing import MaskFunctions, masked_blocks
+from .masks_in_passing import Masks, masked_blocks
 from .model_windows import ModelWindows, WindowLosses
 from .resume import Unfinished
 from .sums import Sums
@@ -115,7 +115,7 @@ class ResidentEngine:
     def window_losses(
         self,
         tokens: Tensor,
-        masks: MaskFunctions | None = None,
+        masks: Masks | None = None,
         *,
         first_target: int = 1,
         settings: PassSettings | None = None,

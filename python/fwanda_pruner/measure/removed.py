@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..engine.masks_in_passing import MaskFunctions
+import fwanda_kernels as fk
+
 from ..engine.sums import Sums
 from ..model.attributes import replaced
 from ..model.targets import Target
@@ -17,26 +18,27 @@ from ..model.targets import Target
 class RemovedWeightSums(Sums):
     """Sums of -dL/dW_ij * W_ij over the removed weights of each row and column of a pruned model.
 
-    While windows run, the modules of the targets compute with pruned weights. Their backward pass forms the derivative
-    of the loss towards each removed weight and adds it up at once, so that no weight gradient is kept.
+    While windows run, the modules of the targets compute with pruned weights. Their backward pass reduces the
+    derivative towards each removed weight at once, so that no weight gradient is kept. The pruned weights are formed
+    from the masks for each call: to keep them would take the memory of a second model.
 
     Tensors, for each name: `name.rows` [R] and `name.columns` [C] fp64, the sums over all passes; `name.row_squares`
     and `name.column_squares`, the squares of the sums of each pass, added up; `name.passes` [] int64.
 
     Args:
         targets: the matrices.
-        masks: their masks.
+        packed: name -> [R, ceil(C / 8)] uint8, their masks as fk.pack_mask() packs them.
     """
 
     uncompiled = "the pruned model"
 
-    def __init__(self, targets: Sequence[Target], masks: MaskFunctions):
+    def __init__(self, targets: Sequence[Target], packed: Mapping[str, Tensor]):
         super().__init__()
-        self._targets, self._masks = targets, masks
+        self._targets, self._packed = targets, packed
 
     def __enter__(self) -> RemovedWeightSums:
         forwards: dict[nn.Module, Callable] = {
-            target.module: partial(_forward, target, self._masks[target.name], partial(self.add, target.name))
+            target.module: partial(_forward, target, self._packed[target.name], partial(self.add, target.name))
             for target in self._targets
         }
         self._replaced = replaced("forward", forwards)
@@ -48,13 +50,19 @@ class RemovedWeightSums(Sums):
 
     def add(self, name: str, rows: Tensor, columns: Tensor) -> None:
         """Adds what one pass found in a matrix: sums [R] and [C] fp64."""
-        sums = {"rows": rows, "columns": columns, "row_squares": rows.square(), "column_squares": columns.square()}
-        sums["passes"] = torch.tensor(1)
-        self.merge({f"{name}.{key}": tensor for key, tensor in sums.items()})
+        totals = self._totals
+        for key, sums in (("row", rows), ("column", columns)):
+            if f"{name}.{key}s" in totals:
+                totals[f"{name}.{key}s"] += sums
+                totals[f"{name}.{key}_squares"].addcmul_(sums, sums)
+            else:
+                totals[f"{name}.{key}s"], totals[f"{name}.{key}_squares"] = sums, sums.square()
+        passes = f"{name}.passes"
+        totals[passes] = totals[passes].add_(1) if passes in totals else torch.tensor(1)
 
 
-def _forward(target: Target, mask: Callable[[Tensor], Tensor], add: Callable, x: Tensor) -> Tensor:
-    y = _PrunedLinear.apply(x, target, mask, add)
+def _forward(target: Target, packed: Tensor, add: Callable, x: Tensor) -> Tensor:
+    y = _PrunedLinear.apply(x, target, packed, add)
     bias = target.module.bias
     return y if bias is None else y + bias
 
@@ -63,19 +71,15 @@ class _PrunedLinear(torch.autograd.Function):
     """x W'^T with the pruned weight W'. Its backward pass adds up -dL/dW' * W over the removed weights."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, target: Target, mask: Callable[[Tensor], Tensor], add: Callable) -> Tensor:
+    def forward(ctx, x: Tensor, target: Target, packed: Tensor, add: Callable) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.parts = target, mask, add
-        weight = target.weight
-        return nn.functional.linear(x, weight * mask(weight))
+        ctx.parts = target, packed, add
+        return nn.functional.linear(x, fk.masked_weight(target.weight, packed))
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         (x,) = ctx.saved_tensors
-        target, mask, add = ctx.parts
+        target, packed, add = ctx.parts
         weight = target.weight
-        kept = mask(weight)
-        slope = gradient.flatten(0, -2).T @ x.flatten(0, -2)
-        gain = -(slope * weight).float().masked_fill_(kept, 0)
-        add(gain.sum(1, dtype=torch.float64), gain.sum(0, dtype=torch.float64))
-        return gradient @ (weight * kept), None, None, None
+        add(*fk.removed_sums(gradient.flatten(0, -2), x.flatten(0, -2), weight, packed))
+        return gradient @ fk.masked_weight(weight, packed), None, None, None

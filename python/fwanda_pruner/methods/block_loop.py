@@ -36,16 +36,18 @@ class PrunedBlock:
         weights: name -> [R, C].
         rows: of the record, one for each matrix.
         row_histogram: [ROW_BINS] int64, as Report.row_histogram.
+        refitted: whether the update of its weights was kept; None where all updates are.
     """
 
     weights: Mapping[str, Tensor]
     rows: list[MatrixRow]
     row_histogram: Tensor
+    refitted: bool | None = None
 
 
 def prune_blocks(
     engine: Engine, config: PruneConfig, inputs: Inputs, steps: Steps[PrunedBlock]
-) -> tuple[list[MatrixRow], list[int]]:
+) -> tuple[list[MatrixRow], list[int], dict | None]:
     """Prunes every target by the configured method, one block after the other.
 
     Args:
@@ -55,13 +57,14 @@ def prune_blocks(
         steps: keeps each block, for an interrupted run. Only used where text runs through the blocks.
 
     Returns:
-        The rows of the record, and the histogram of Report.row_histogram.
+        The rows of the record, the histogram of Report.row_histogram, and Report.refit.
 
     Raises:
         UserError: a matrix cannot be pruned (no factor, not finite), naming it.
     """
     prune_group = _PRUNE_GROUP.get(config.method, score.prune_group)
     rows: list[MatrixRow] = []
+    refitted: list[bool] = []
     row_histogram = torch.zeros(ROW_BINS, dtype=torch.int64)
     with engine.walk(inputs.tokens) if config.runs_blocks else nullcontext() as walk:
         for index in _with_progress(engine):
@@ -75,7 +78,9 @@ def prune_blocks(
                         steps.save(index, pruned)
             rows += pruned.rows
             row_histogram += pruned.row_histogram
-    return rows, row_histogram.tolist()
+            refitted += [] if pruned.refitted is None else [pruned.refitted]
+    refit = {"blocks": len(refitted), "kept": sum(refitted)} if refitted else None
+    return rows, row_histogram.tolist(), refit
 
 
 def _with_progress(engine: Engine) -> Iterable[int]:
@@ -107,16 +112,21 @@ def _prune_block(
     targets = engine.targets_of(index)
     zeros_before = count_zeros(block.weights.values())
     wanda = _wanda_masks(config, inputs.statistics, block)
+    refit = inputs.refit if targets else None
+    if refit is not None:
+        refit.begin()
+        dense = {name: weight.clone() for name, weight in block.weights.items()}
     advanced = False
     for group in _groups(config, walk, index, targets):
         advance = walk is not None and config.order == "onepass"
         prune_group(GroupJob(config, inputs, block, group, walk, index, advance))
         advanced = advance
+    refitted = None if refit is None else refit.settle(block.weights, dense)
     if walk is not None and not advanced:
         walk.advance(index)
     nonzeros = {name: weight.count_nonzero(1) for name, weight in block.weights.items()}  # [R] int64
     rows = _rows(config, targets, block, inputs.budgets, zeros_before, nonzeros, wanda)
-    return PrunedBlock(block.weights, rows, _row_histogram(block, nonzeros))
+    return PrunedBlock(block.weights, rows, _row_histogram(block, nonzeros), refitted)
 
 
 def _groups(config: PruneConfig, walk: BlockWalk | None, index: int, targets: list[Target]) -> list[list[Target]]:

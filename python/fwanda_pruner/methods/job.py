@@ -13,6 +13,7 @@ from ..engine.resident import Block
 from ..engine.walk import BlockWalk
 from ..measure.statistics import Statistics
 from ..model.targets import Target
+from .refit import Refit
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Inputs:
         budgets: name -> [R] int64 weights kept in each row.
         scales: multipliers on the scores, from the search of "response".
         token_sq_grads: name -> [T] fp32 squared gradients of the tokens.
+        refit: decides about updates of weights under the masks of a search; they are then fixed.
     """
 
     tokens: Tensor | None = None
@@ -32,6 +34,7 @@ class Inputs:
     budgets: Mapping[str, Tensor] | None = None
     scales: ScoreScales | None = None
     token_sq_grads: Mapping[str, Tensor] | None = None
+    refit: Refit | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 import fwanda_kernels as fk
 
 from ..allocate.budgets import floored_omega
-from ..allocate.masks import column_scale, row_mask
+from ..allocate.masks import column_scale
 from ..errors import UserError
 from ..measure.statistics import warn_unseen
 from ..measure.sums import HessianSums
@@ -97,9 +97,9 @@ def _factor_or_none(hessian: Tensor, damping: float) -> Tensor | None:
 def _prune_matrix(job: GroupJob, target: Target, factor: Tensor) -> None:
     config, inputs, name = job.config, job.inputs, target.name
     weight = job.block.weights[name]
-    if inputs.scales is not None:  # the search has fixed the mask
+    if inputs.refit is not None:  # the search has fixed the mask
         scale = column_scale(inputs.statistics, inputs.scales, name)
-        fk.obs_prune_(weight, factor=factor, mask=row_mask(weight, scale=scale, keep=inputs.budgets[name]))
+        fk.obs_prune_(weight, factor=factor, mask=fk.row_topk_mask(weight, scale, inputs.budgets[name]))
         return
     row_weight = None
     if config.needs_fisher:

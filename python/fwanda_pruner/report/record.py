@@ -83,6 +83,8 @@ class Report:
             `windows`; and the mean loss in nats of the `dense` model, of the dense model with Wanda's masks (`wanda`),
             and of the `pruned` model. A loss is None where it was not measured or is not finite. Empty with --no-check.
         passes: how calibration ran (micro_batch, compiled, checkpointing, compile_seconds); None without calibration.
+        refit: {"blocks": n, "kept": k}: of n blocks, the update of the weights was kept in k, because the held-out loss
+            fell; the other blocks have the masks alone. None where no update is tried in this way.
         row_histogram: number of rows by the share of weights that they keep, over all pruned matrices. Bin i of
             ROW_BINS holds the shares in [i / ROW_BINS, (i + 1) / ROW_BINS); the last bin also holds 1. None in records
             of older versions.
@@ -105,6 +107,7 @@ class Report:
     omega_floored_rows: int | None
     domains: list[dict]
     passes: dict | None
+    refit: dict | None = None
     row_histogram: list[int] | None = None
 
     @property
@@ -145,6 +148,7 @@ class Report:
         for stage, seconds in facts["seconds"].items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or abs(seconds) > 1e18:
                 raise UserError(f"key {_show('seconds.' + stage)} holds {_show(seconds)}, expected a number")
+        facts["refit"] = _refit(data.get("refit"))
         facts["domains"] = [_domain(domain, i) for i, domain in enumerate(facts["domains"])]
         facts["row_histogram"] = _row_histogram(data.get("row_histogram"))
         facts["matrices"] = [_matrix_row(row, i) for i, row in enumerate(facts["matrices"])]
@@ -280,6 +284,12 @@ def _domain(data: dict, index: int) -> dict:
         if isinstance(facts[key], bool) or not (facts[key] is None or math.isfinite(facts[key])):
             raise UserError(f"key {where + key!r} holds {_show(facts[key])}, expected a number or null")
     return facts
+
+
+def _refit(data) -> dict | None:
+    if data is None:
+        return None
+    return {key: _get(data, key, int, "refit.") for key in ("blocks", "kept")}
 
 
 def _row_histogram(counts) -> list[int] | None:

@@ -50,6 +50,7 @@ def summary(report: Report) -> str:
         f" {_percent(coverage['model'])} of the model's",
         *(f"perplexity  {_change(text)} on {text['source']}  ({protocol_line(text)})" for text in report.perplexity),
         *_domain_lines(report),
+        *_refit_lines(report),
         f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
         f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
         f"energy      {_energy(report)}",
@@ -71,6 +72,14 @@ def _reading(domain: dict) -> str:
     if not domain["calibrated"]:
         return "not calibrated"
     return "calibrated on others" if domain["unread"] else "calibrated on these"
+
+
+def _refit_lines(report: Report) -> list[str]:
+    if report.refit is None:
+        return []
+    return [
+        f"refit       kept in {report.refit['kept']} of {report.refit['blocks']} blocks, where the held-out loss fell"
+    ]
 
 
 def _loss(loss: float | None) -> str:

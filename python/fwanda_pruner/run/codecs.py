@@ -83,12 +83,14 @@ def _encode_block(block: PrunedBlock) -> tuple[Tensors, dict]:
     return dict(block.weights), {
         "rows": [asdict(row) for row in block.rows],
         "row_histogram": block.row_histogram.tolist(),
+        "refitted": block.refitted,
     }
 
 
 def _decode_block(tensors: Tensors, values: dict) -> PrunedBlock:
     rows = [MatrixRow(**{**row, "shape": tuple(row["shape"])}) for row in values["rows"]]
-    return PrunedBlock(tensors, rows, torch.tensor(values["row_histogram"], dtype=torch.int64))
+    row_histogram = torch.tensor(values["row_histogram"], dtype=torch.int64)
+    return PrunedBlock(tensors, rows, row_histogram, values["refitted"])
 
 
 BLOCK: Codec[PrunedBlock] = Codec(_encode_block, _decode_block)

@@ -30,7 +30,7 @@ from . import stages
 from .energy import EnergyMeter
 from .stage import Stages
 from .state import RunState
-from .texts import Needs, Texts, protocol, read_texts, sources_of, with_sources
+from .texts import Texts, protocol, read_texts, sources_of, with_sources
 
 
 def prune(
@@ -117,19 +117,21 @@ def run_prune(
         stages.check_given(config, model, statistics)
         stages.identify(state, config, engine, sources, statistics)
 
-        needs = Needs.of(config, statistics)
-        own, sampling_energy = stages.own_text(stage, engine, config, tokenizer, needs)
-        texts = stages.texts(stage, engine, config, tokenizer, sources, own, needs)
+        reads = stages.reads(config, statistics)
+        own, sampling_energy = stages.own_text(stage, engine, config, tokenizer, **reads)
+        texts = stages.texts(stage, engine, config, tokenizer, sources, own, **reads)
         dense = stages.dense_perplexity(stage, engine, texts)
         with stage.metered(EnergyMeter(device, config.energy)) as energy:
             statistics, passes = stages.statistics(stage, engine, config, texts, statistics)
-            choice = stages.choice(stage, engine, config, texts, statistics, choice)
+            judge = stages.judge(stage, engine, config, texts, statistics, choice)
+            choice = stages.choice(stage, engine, config, texts, statistics, judge, choice)
             settled, scales = (config, None) if choice is None else (choice.apply(config), choice.scales)
-            budgets = stages.budgets(stage, engine, settled, statistics, scales)
+            budgets = stages.budgets(stage, engine, settled, statistics, scales, searched=choice is not None)
+            refit = stages.refit(engine, settled, statistics, judge, scales)
             before = stages.losses_before(stage, engine, settled, texts, statistics)
             token_sq_grads, gradient_passes = stages.token_sq_grads(stage, engine, config, texts)
-            inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads)
-            rows, row_histogram = stages.pruned_blocks(stage, engine, settled, inputs)
+            inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads, refit)
+            rows, row_histogram, refitted = stages.pruned_blocks(stage, engine, settled, inputs)
             domains = stages.domains(stage, engine, config, texts, before)
         pruned = stages.pruned_perplexity(stage, engine, texts)
 
@@ -158,6 +160,7 @@ def run_prune(
             omega_floored_rows=_floored_rows(settled, scales, statistics, targets),
             domains=domains,
             passes=None if passes is None else asdict(passes),
+            refit=refitted,
             row_histogram=row_histogram,
         )
     return report, choice
@@ -184,9 +187,9 @@ def collect(
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
-        needs = Needs(calibration=True, domains=False)
-        own, _ = stages.own_text(stage, engine, config, tokenizer, needs)
-        texts = read_texts(config, engine, tokenizer, sources, own, needs)
+        reads = {"calibration": True, "domains": False}
+        own, _ = stages.own_text(stage, engine, config, tokenizer, **reads)
+        texts = read_texts(config, engine, tokenizer, sources, own, **reads)
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
 
 
@@ -211,7 +214,7 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, None, None, None)
-        texts = read_texts(config, engine, tokenizer, sources, None, Needs(calibration=False, domains=False))
+        texts = read_texts(config, engine, tokenizer, sources, calibration=False)
         found = [
             {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
             | protocol(windows, texts.bos, tokenizer)

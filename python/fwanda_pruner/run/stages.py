@@ -13,8 +13,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from ..allocate.budgets import ScoreScales, keep_budgets
-from ..allocate.judge import Losses, domain_losses
-from ..allocate.masks import masks_of
+from ..allocate.judge import Judge, Losses, domain_losses
+from ..allocate.masks import masks_of, pack
 from ..allocate.search import Choice, choose, wanda_config
 from ..config import PruneConfig
 from ..engine.all_weights import fingerprint
@@ -26,6 +26,7 @@ from ..measure.statistics import Statistics, measure_statistics
 from ..measure.token_weights import measure_token_sq_grads
 from ..methods.block_loop import prune_blocks
 from ..methods.job import Inputs
+from ..methods.refit import Refit
 from ..model.targets import find_targets
 from ..report.record import MatrixRow, versions
 from ..text.domains import Domain, spread_evenly
@@ -35,7 +36,7 @@ from . import codecs
 from .energy import EnergyMeter
 from .stage import StageName, Stages
 from .state import RunState
-from .texts import Needs, Sources, Texts, own_windows, read_texts
+from .texts import Sources, Texts, own_windows, read_texts
 
 
 def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None) -> None:
@@ -73,12 +74,23 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
         state.notes.append("resumed: seconds and energy are those of the last part")
 
 
-def own_text(stage: Stages, engine: Engine, config: PruneConfig, tokenizer, needs: Needs) -> tuple[Tensor | None, dict]:
+def reads(config: PruneConfig, given: Statistics | None) -> dict[str, bool]:
+    """What a run reads: arguments of own_windows() and read_texts()."""
+    measures = config.reads_statistics and given is None
+    return {
+        "calibration": config.runs_blocks or config.responds or measures,
+        "domains": config.responds or not config.no_check,
+    }
+
+
+def own_text(
+    stage: Stages, engine: Engine, config: PruneConfig, tokenizer, *, calibration: bool, domains: bool
+) -> tuple[Tensor | None, dict]:
     """[S, L] int64 windows that the model writes itself, None where no source is that; and the energy that they took.
 
     The energy is {stage: value}, as in EnergyMeter.to_dict()["phases"].
     """
-    count = own_windows(config, needs)
+    count = own_windows(config, calibration=calibration, domains=domains)
     if not count:
         return None, {}
     if tokenizer is None:
@@ -108,10 +120,13 @@ def texts(
     tokenizer,
     sources: Sources,
     own: Tensor | None,
-    needs: Needs,
+    *,
+    calibration: bool,
+    domains: bool,
 ) -> Texts:
-    """What the run reads, with [S, L] int64 windows of the model's own text where a source is that."""
-    return stage(StageName.TEXT, lambda: read_texts(config, engine, tokenizer, sources, own, needs), codecs.TEXTS)
+    """What the run reads; the arguments are those of read_texts()."""
+    wanted = {"calibration": calibration, "domains": domains}
+    return stage(StageName.TEXT, lambda: read_texts(config, engine, tokenizer, sources, own, **wanted), codecs.TEXTS)
 
 
 def dense_perplexity(stage: Stages, engine: Engine, texts: Texts) -> dict[str, float]:
@@ -161,17 +176,38 @@ def measured_statistics(
     return stage(StageName.CALIBRATE, compute, codecs.statistics_codec(engine.device))
 
 
+def judge(
+    stage: Stages,
+    engine: Engine,
+    config: PruneConfig,
+    texts: Texts,
+    statistics: Statistics | None,
+    given: Choice | None,
+) -> Judge | None:
+    """What compares masks; None where nothing is chosen.
+
+    Args:
+        given: the choice of another run; then only the update of weights is judged.
+    """
+    if not config.responds or (given is not None and not config.traits.updates_weights):
+        return None
+    wanda = masks_of(wanda_config(config), engine, statistics)
+    return stage(StageName.CHOOSE, lambda: Judge(engine, texts.domains, wanda))
+
+
 def choice(
     stage: Stages,
     engine: Engine,
     config: PruneConfig,
     texts: Texts,
     statistics: Statistics | None,
+    judge: Judge | None,
     earlier: Choice | None,
 ) -> Choice | None:
     """What the search of the allocation chose; None where the settings name one.
 
     Args:
+        judge: from judge().
         earlier: the choice of another run with the same masks, which is taken over.
     """
     if earlier is not None:
@@ -190,7 +226,7 @@ def choice(
     rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
     chosen = stage(
         StageName.CHOOSE,
-        lambda: choose(engine, texts.calibration, texts.domains, statistics, config, rounds=rounds),
+        lambda: choose(engine, texts.calibration, judge, statistics, config, rounds=rounds),
         codecs.choice_codec(engine.device),
     )
     return replace(chosen, notes=tuple(stage.notes[noted:]))
@@ -202,15 +238,34 @@ def budgets(
     config: PruneConfig,
     statistics: Statistics | None,
     scales: ScoreScales | None,
+    *,
+    searched: bool,
 ) -> dict[str, Tensor] | None:
-    """Weights kept in each row; None where a pattern or the OBS walk decides."""
-    if not config.needs_budgets:
+    """Weights kept in each row; None where a pattern or the OBS walk decides.
+
+    Args:
+        searched: whether a search has fixed the masks.
+    """
+    if config.nm or not (searched or config.needs_budgets):
         return None
     return stage(
         StageName.BUDGETS,
         lambda: keep_budgets(config, engine, statistics, scales),
         codecs.budgets_codec(engine.device),
     )
+
+
+def refit(
+    engine: Engine,
+    config: PruneConfig,
+    statistics: Statistics | None,
+    judge: Judge | None,
+    scales: ScoreScales | None,
+) -> Refit | None:
+    """What decides about the update of the weights under the masks of a search; None where all updates are kept."""
+    if judge is None or not config.traits.updates_weights:
+        return None
+    return Refit(judge, pack(engine, masks_of(config, engine, statistics, scales)))
 
 
 def losses_before(
@@ -258,8 +313,8 @@ def token_sq_grads(
 
 def pruned_blocks(
     stage: Stages, engine: Engine, config: PruneConfig, inputs: Inputs
-) -> tuple[list[MatrixRow], list[int]]:
-    """Prunes the model; the rows of the record and the histogram of Report.row_histogram."""
+) -> tuple[list[MatrixRow], list[int], dict | None]:
+    """Prunes the model; the rows of the record, Report.row_histogram and Report.refit."""
     blocks = stage.steps(StageName.PRUNE, codecs.BLOCK)
     return stage(StageName.PRUNE, lambda: prune_blocks(engine, config, inputs, blocks))
 

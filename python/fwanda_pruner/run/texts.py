@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -165,35 +165,19 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
     )
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a run reads besides evaluation texts.
-
-    Attributes:
-        calibration: whether it reads the calibration text.
-        domains: whether it compares models on windows of several domains.
-    """
-
-    calibration: bool
-    domains: bool
-
-    @classmethod
-    def of(cls, config: PruneConfig, statistics: Statistics | None) -> Needs:
-        """Those of prune(), with given statistics or None."""
-        measures = config.reads_statistics and statistics is None
-        return cls(config.runs_blocks or config.responds or measures, config.responds or not config.no_check)
-
-
-def own_windows(config: PruneConfig, needs: Needs) -> int:
+def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int:
     """How many windows of the model's own text a run needs; 0 where it reads none.
 
-    The number does not depend on the allocation, nor on whether statistics are given, so that these change no batch
-    and with it no token.
+    The number does not depend on the allocation, nor on whether statistics are given: the size of a batch could change
+    the rounding, and with it a token.
+
+    Args:
+        config, calibration, domains: as read_texts().
     """
-    counts = dict(zip((s.name for s in config.sources), counts_of(config.sources, config.nsamples), strict=True))
-    if OWN_TEXT in counts and (needs.calibration or (needs.domains and config.compares_with_wanda)):
-        return counts[OWN_TEXT] + REPORTED + choice_windows(1)
-    return _further(config) if needs.domains and OWN_TEXT in config.guards else 0
+    names = [source.name for source in config.sources]
+    if OWN_TEXT in names and (calibration or (domains and config.compares_with_wanda)):
+        return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + REPORTED + choice_windows(1)
+    return REPORTED + _choice(config, config.guards) if domains and OWN_TEXT in config.guards else 0
 
 
 def read_texts(
@@ -201,8 +185,10 @@ def read_texts(
     engine: Engine,
     tokenizer,
     sources: Sources,
-    own: Tensor | None,
-    needs: Needs,
+    own: Tensor | None = None,
+    *,
+    calibration: bool,
+    domains: bool = False,
 ) -> Texts:
     """Tokenises the texts of a run. The first one decides about BOS where the settings leave it open.
 
@@ -211,7 +197,8 @@ def read_texts(
         engine, tokenizer: of the run.
         sources: from sources_of().
         own: [own_windows(), L] int64 text that the model wrote; None where none is needed.
-        needs: what to read besides the evaluation texts.
+        calibration: whether to read the calibration text.
+        domains: whether to read windows for comparisons.
 
     Raises:
         UserError: a text cannot be read, or its windows do not suit the model. If only a comparison needs a calibration
@@ -219,18 +206,16 @@ def read_texts(
     """
     reader = _Reader(config, engine, tokenizer, sources, own)
     bos, mix, windows = sources.bos, None, {}
-    if needs.calibration:
+    if calibration:
         mix, bos = reader.mix(bos)
     for name, source in sources.evaluation.items():
         windows[name], bos = reader.evaluation(source, bos)
     found: list[Domain] = []
-    calibration = mix
-    if needs.domains:
+    if domains:
         if mix is None and config.compares_with_wanda:
             mix, bos = reader.mix_if_readable(bos)
         found, bos = reader.domains(mix, bos)
-    tokens, labels = (None, None) if calibration is None else (calibration.tokens, calibration.labels)
-    return Texts(tokens, labels, windows, tuple(found), bos)
+    return Texts(mix.tokens if calibration else None, mix.labels if calibration else None, windows, tuple(found), bos)
 
 
 @dataclass(frozen=True)
@@ -262,6 +247,16 @@ class _Reader:
     tokenizer: Any
     sources: Sources
     own: Tensor | None
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """The guards that are read: without a tokenizer those that were asked for, which is an error."""
+        return () if self.tokenizer is None and self.config.guard is None else self.config.guards
+
+    @property
+    def further(self) -> int:
+        """Windows of each domain, besides those of the calibration."""
+        return REPORTED + _choice(self.config, self.guards)
 
     def decided(self, read: Callable[..., _Mix], bos: bool | None, given: Any) -> tuple[_Mix, bool | None]:
         """What read(bos=) gives, and whether windows begin with BOS: if undecided, by the first window that it gives.
@@ -329,8 +324,8 @@ class _Reader:
         """Windows of one source for calibration, and further ones."""
         if name == OWN_TEXT:
             own = with_bos(self.own, self.tokenizer) if bos else self.own
-            return own[:count], own[count : count + _further(self.config)]
-        return draw_windows(name, self.tokenizer, **self._settings(count), further=_further(self.config), bos=bos)
+            return own[:count], own[count : count + self.further]
+        return draw_windows(name, self.tokenizer, **self._settings(count), further=self.further, bos=bos)
 
     def _settings(self, count: int) -> dict:
         return {"nsamples": count, "seqlen": self.config.seqlen, "seed": self.config.seed}
@@ -340,8 +335,8 @@ class _Reader:
         names = [source.name for source in self.config.sources]
         found = [self._calibrated(mix, label, name) for label, name in enumerate(names)] if mix is not None else []
         read = [domain.source for domain in found]
-        for name in self.config.guards:
-            if name in read or (self.tokenizer is None and self.config.guard is None):
+        for name in self.guards:
+            if name in read:
                 continue
             try:
                 mix, bos = self.decided(partial(self._guard, name), bos, name)
@@ -356,7 +351,7 @@ class _Reader:
 
     def _guard(self, name: str, *, bos: bool) -> _Mix:
         check_length(self.engine.model, self.config.seqlen)
-        count = _further(self.config)
+        count = self.further
         if name == OWN_TEXT:
             return _Mix.of((with_bos(self.own, self.tokenizer) if bos else self.own)[-count:])
         return _Mix.of(guard_tokens(name, self.tokenizer, windows=count, seqlen=self.config.seqlen, bos=bos))
@@ -365,23 +360,18 @@ class _Reader:
         windows = mix.further[label]
         unread = len(windows) > 0
         if not unread:
-            windows = mix.tokens[torch.nonzero(mix.labels == label).flatten()[-_further(self.config) :]]
+            windows = mix.tokens[torch.nonzero(mix.labels == label).flatten()[-self.further :]]
         return self._domain(name, windows, calibrated=True, unread=unread)
 
     def _domain(self, name: str, windows: Tensor, *, calibrated: bool, unread: bool) -> Domain:
-        reported, choice = split_windows(windows, _choice(self.config))
-        return Domain(name, calibrated, name in self.config.guards, unread, reported, choice)
+        reported, choice = split_windows(windows, _choice(self.config, self.guards))
+        return Domain(name, calibrated, name in self.guards, unread, reported, choice)
 
 
-def _choice(config: PruneConfig) -> int:
+def _choice(config: PruneConfig, guards: Sequence[str]) -> int:
     """Windows of each domain on which the allocation is chosen."""
-    names = {source.name for source in config.sources} | set(config.guards)
+    names = {source.name for source in config.sources} | set(guards)
     return choice_windows(len(names)) if config.responds else 0
-
-
-def _further(config: PruneConfig) -> int:
-    """Windows of each domain, besides those of the calibration."""
-    return REPORTED + _choice(config)
 
 
 def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
