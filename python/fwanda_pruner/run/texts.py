@@ -250,7 +250,7 @@ class _Reader:
 
     @property
     def guards(self) -> tuple[str, ...]:
-        """The guards that are read: without a tokenizer those that were asked for, which is an error."""
+        """The guards that are read. Without a tokenizer the default ones are not."""
         return () if self.tokenizer is None and self.config.guard is None else self.config.guards
 
     @property
