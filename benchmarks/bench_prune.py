@@ -7,7 +7,8 @@ Writes one JSON file, and prints its path as the last line of standard output.
 A method that measures without a Hessian has a floor: the time that its FLOPs take at the card's own rate. With P
 weights in the linear layers of the blocks, T tokens, windows of L tokens, V words and hidden size H it is
 
-    F-Wanda   (4 P T + 3.5 attention + 2 head) / roof      forward pass, and backward pass without weight gradients
+    F-Wanda   (4 P T + 3.5 attention + 2 head) / roof      forward pass, and backward pass without weight gradients;
+              with --set fisher_samples=N the backward pass and the head count for N windows only
     Wanda     (2 P T + attention) / roof                   forward pass through the blocks
     attention = 2 L^2 x heads x head size x layers x windows (causal), head = 2 V H T
     roof      = median rate of 8192^3 products of random data over 2 s, measured in the same run (512^3 on a CPU)
@@ -24,6 +25,7 @@ import argparse
 import gc
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -196,8 +198,12 @@ def calibration_flops(model: nn.Module, tokens: Tensor, config: PruneConfig) -> 
     """FLOPs of calibration; None for a method that reads no text or measures Hessians."""
     if config.method not in ("wanda", "fwanda"):
         return None
-    flops = PassFlops.of(model, sum(weight.numel() for weight in weights_of(model)), *tokens.shape)
-    return flops.forward_backward if config.needs_fisher else flops.forward
+    weights, (windows, length) = sum(weight.numel() for weight in weights_of(model)), tokens.shape
+    forward = PassFlops.of(model, weights, windows, length).forward
+    if not config.needs_fisher:
+        return forward
+    fisher = PassFlops.of(model, weights, replace(config, nsamples=windows).fisher_windows, length)
+    return forward + fisher.forward_backward - fisher.forward
 
 
 def facts(args, config: PruneConfig, model: nn.Module, roof: dict, flops: float | None) -> dict:

@@ -35,7 +35,8 @@ from .budgets import ScoreScales, global_scales
 from .judge import Judge, Losses
 from .masks import PackedMasks, column_scale, masks_of, pack
 
-ROUNDS = 10
+ROUNDS = 8
+_JUDGED_EVERY = 2  # rounds
 _ROUND_TOKENS = 16384
 _MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # share of the way to a measured ratio, in the logarithm, in the first round
 _LAST_STEP = 0.3  # of these steps, in the last round
@@ -49,13 +50,13 @@ class Round:
 
     Attributes:
         scales: of the scores.
-        losses: of their masks, for each domain.
+        losses: of their masks, for each domain; None: not measured.
         micro_batch, checkpointing: with which the passes fitted the memory; fields of PassSettings.
         masks: of the scales; None: select them again.
     """
 
     scales: ScoreScales
-    losses: Losses
+    losses: Losses | None
     micro_batch: int
     checkpointing: str
     masks: PackedMasks | None = field(default=None, compare=False)
@@ -114,7 +115,7 @@ def respond(
         rounds: keeps the rounds, for an interrupted run.
 
     Returns:
-        The scales, None where no round is better than the start; and "round 1", "round 2", ... -> losses.
+        The scales, None where no round is better than the start; and "round 2", "round 4", ... -> losses.
 
     Raises:
         UserError: the Fisher information is 0 everywhere, or the memory does not suffice.
@@ -128,6 +129,8 @@ def respond(
             break
         if saved is None:
             rounds.save(index, state)
+        if state.losses is None:
+            continue
         losses[f"round {index + 1}"] = state.losses
         if (rank := judge.rank(state.losses)) < best_rank:
             best, best_rank = state.scales, rank
@@ -141,7 +144,7 @@ def _start(engine: Engine, tokens: Tensor, statistics: Statistics, config: Prune
     if statistics.passes and statistics.passes["checkpointing"]:
         checkpointing = "on"
     micro_batch = min(engine.settings.micro_batch or size, max(1, size // _PASSES))
-    return Round(global_scales(config, engine, statistics), {}, micro_batch, checkpointing)
+    return Round(global_scales(config, engine, statistics), None, micro_batch, checkpointing)
 
 
 def _round_windows(tokens: Tensor) -> int:
@@ -171,7 +174,8 @@ def _next_round(
     scales = move_scales(state.scales, lines, 1 - (1 - _LAST_STEP) * index / max(1, ROUNDS - 1))
     masks = pack(engine, masks_of(config, engine, statistics, scales))
     checkpointing = "on" if passes.checkpointing else state.checkpointing
-    return Round(scales, judge.losses(masks), passes.micro_batch, checkpointing, masks)
+    judged = (index + 1) % _JUDGED_EVERY == 0 or index + 1 == ROUNDS
+    return Round(scales, judge.losses(masks) if judged else None, passes.micro_batch, checkpointing, masks)
 
 
 def _predicted(

@@ -20,7 +20,7 @@ from .masks import masks_of
 from .response import Round, respond
 
 # (b, c) of the global allocation: the measured optimum is flat, and its place differs between models
-_EXPONENTS = ((0.75, 0.5), (1.0, 0.5), (1.0, 0.75), (0.75, 0.25), (0.5, 0.5), (0.5, 0.25))
+_EXPONENTS = ((0.75, 0.5), (1.0, 0.5), (0.5, 0.25))
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Choice:
 def candidates(config: PruneConfig) -> dict[str, PruneConfig]:
     """Starting points for the response allocation, by name. "auto" also tries these on their own.
 
-    "auto" tries uniform rows as Wanda, the published rule, and six settings of the global allocation. "response" starts
-    from the global allocation as it is set, and so do both under a pattern, where the exponents cancel.
+    "auto" tries uniform rows as Wanda, the published rule, and three settings of the global allocation. "response"
+    starts from the global allocation as it is set, and so do both under a pattern, where the exponents cancel.
     """
     configs, exponents = {}, ((config.row_exponent, config.layer_exponent),)
     if config.allocation == "auto" and not config.nm:

@@ -92,11 +92,13 @@ def run_prune(
     state: RunState | None = None,
     progress: bool = True,
     choice: Choice | None = None,
+    own: Tensor | None = None,
 ) -> tuple[Report, Choice | None]:
     """prune(), for callers that run several settings with the same masks.
 
     Args:
         choice: what the search of "response" or "auto" chose in an earlier run on the same text; it is not repeated.
+        own: [S, L] int64 text of the model's own, from own_text(); sampled where it is None or too short.
 
     Returns:
         The record, and what the search chose; None without a search.
@@ -118,7 +120,7 @@ def run_prune(
         stages.identify(state, config, engine, sources, statistics)
 
         reads = stages.reads(config, statistics)
-        own, sampling_energy = stages.own_text(stage, engine, config, tokenizer, **reads)
+        own, sampling_energy = stages.own_text(stage, engine, config, tokenizer, own, **reads)
         texts = stages.texts(stage, engine, config, tokenizer, sources, own, **reads)
         dense = stages.dense_perplexity(stage, engine, texts)
         with stage.metered(EnergyMeter(device, config.energy)) as energy:
@@ -167,7 +169,13 @@ def run_prune(
 
 
 def collect(
-    model: nn.Module, tokenizer=None, *, config: PruneConfig, calibration=None, progress: bool = True
+    model: nn.Module,
+    tokenizer=None,
+    *,
+    config: PruneConfig,
+    calibration=None,
+    progress: bool = True,
+    own: Tensor | None = None,
 ) -> Statistics:
     """Measures statistics for any sparsity, pattern and allocation of wanda and fwanda.
 
@@ -176,6 +184,7 @@ def collect(
     Args:
         model, tokenizer, config, calibration, progress: as prune(). Of the settings those of the text, of the Fisher
             information and of the passes count.
+        own: as run_prune().
 
     Raises:
         UserError: as prune().
@@ -188,9 +197,28 @@ def collect(
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
         reads = {"calibration": True, "domains": False}
-        own, _ = stages.own_text(stage, engine, config, tokenizer, **reads)
+        own, _ = stages.own_text(stage, engine, config, tokenizer, own, **reads)
         texts = read_texts(config, engine, tokenizer, sources, own, **reads)
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
+
+
+def own_text(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> Tensor | None:
+    """The text that a run with these settings would let the model write, for several runs to share.
+
+    Args:
+        model, tokenizer, config, progress: as prune().
+
+    Returns:
+        [S, L] int64 windows on the CPU; None where no source is the model's own text.
+
+    Raises:
+        UserError: as prune().
+    """
+    stage = Stages(RunState(), model_device(model))
+    with stage.noting(), evaluating(model), device_rules(model, config):
+        engine = make_engine(model, [], config, progress=progress)
+        reads = stages.reads(config.resolved(), None)
+        return stages.own_text(stage, engine, config.resolved(), tokenizer, **reads)[0]
 
 
 def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:

@@ -84,15 +84,27 @@ def reads(config: PruneConfig, given: Statistics | None) -> dict[str, bool]:
 
 
 def own_text(
-    stage: Stages, engine: Engine, config: PruneConfig, tokenizer, *, calibration: bool, domains: bool
+    stage: Stages,
+    engine: Engine,
+    config: PruneConfig,
+    tokenizer,
+    given: Tensor | None = None,
+    *,
+    calibration: bool,
+    domains: bool,
 ) -> tuple[Tensor | None, dict]:
     """[S, L] int64 windows that the model writes itself, None where no source is that; and the energy that they took.
 
     The energy is {stage: value}, as in EnergyMeter.to_dict()["phases"].
+
+    Args:
+        given: text that the model wrote in an earlier run; used where it has enough windows.
     """
     count = own_windows(config, calibration=calibration, domains=domains)
     if not count:
         return None, {}
+    if given is not None and len(given) >= count:
+        return given[:count], {}
     if tokenizer is None:
         raise UserError("the model's own text needs a tokenizer: pass one, or token ids [S, seqlen] as calibration")
     start = start_token_of(engine.model, tokenizer, config.start_token)

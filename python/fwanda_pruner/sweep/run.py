@@ -23,7 +23,7 @@ from ..evaluate.perplexity import check_dense
 from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
 from ..model.targets import find_targets
-from ..run.pipeline import collect, evaluate_model, run_prune
+from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..text.sources import file_sha256
 from .recipe import Recipe, describe
 
@@ -127,11 +127,15 @@ class _Shared:
         calibration: the settings that `statistics` depend on.
         statistics: of the last calibration.
         choices: config -> what "auto" or "response" chose for it.
+        written: the settings that `own` depends on.
+        own: text that the dense model wrote.
     """
 
     calibration: tuple[str, ...] | None = None
     statistics: Statistics | None = None
     choices: dict[PruneConfig, Choice] = field(default_factory=dict)
+    written: tuple | None = None
+    own: Tensor | None = None
 
 
 def _copied(engine: Engine) -> dict[str, Tensor]:
@@ -158,9 +162,16 @@ def _with_bos(config: PruneConfig, dense: dict) -> PruneConfig:
 
 def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict:
     """Prune the model by the config, and measure it."""
+    if shared.written != (written := (config.seqlen, config.seed, config.start_token)):
+        shared.written, shared.own = written, None
+    if shared.own is None:
+        largest = replace(config, method="fwanda", allocation="auto", pattern=None, sparsity=None)
+        shared.own = own_text(sweep.model, sweep.tokenizer, config=largest, progress=sweep.progress)
     shares = sweep.recipe.share_statistics and config.reads_statistics
     if shares and shared.calibration != _calibration(config):
-        shared.statistics = collect(sweep.model, sweep.tokenizer, config=config, progress=sweep.progress)
+        shared.statistics = collect(
+            sweep.model, sweep.tokenizer, config=config, progress=sweep.progress, own=shared.own
+        )
         shared.calibration = _calibration(config)
     searches = shares and config.responds
     same_masks = replace(config, method="fwanda", order="onepass") if searches else None  # equal ones choose the same
@@ -171,6 +182,7 @@ def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict
         statistics=shared.statistics if shares else None,
         progress=sweep.progress,
         choice=shared.choices.get(same_masks),
+        own=shared.own,
     )
     if searches:
         shared.choices[same_masks] = choice
