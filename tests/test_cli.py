@@ -339,7 +339,7 @@ def test_interrupt_ends_in_one_line_and_leaves_nothing_unfinished(folder, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.txt"]  # no stage was finished
 
 
-@pytest.mark.parametrize("command", ["prune", "calibrate", "eval", "sweep", "report", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["prune", "calibrate", "sample", "eval", "sweep", "report", "demo", "doctor"])
 def test_help_of_every_command(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])

@@ -64,6 +64,7 @@ def loss(model, windows) -> float:
 # The losses
 
 
+@pytest.mark.fault("other text")
 @pytest.mark.parametrize("settings", COMPARED, ids=str)
 def test_the_losses_are_those_of_the_three_models_on_windows_that_nothing_else_reads(settings, text, guard):
     responds = settings.get("allocation") == "response"
@@ -263,6 +264,7 @@ def warnings_of(report) -> list[str]:
     return [line for line in report.warnings if line.startswith("worse than Wanda")]
 
 
+@pytest.mark.fault("other text")
 @pytest.mark.parametrize("wanda", [0.0, 1e9])
 def test_a_warning_names_each_domain_where_wanda_is_better_and_the_flag_that_helps(wanda, text, guard, monkeypatch):
     forced(monkeypatch, wanda)

@@ -98,6 +98,7 @@ def test_a_domain_counts_by_its_increase_and_not_by_its_loss():
     assert best_of(found, {"a": losses(1.1, 1.1, 8.9), "b": losses(1.3, 1.3, 8.1)}) == "b"
 
 
+@pytest.mark.fault("other text")
 def test_masks_that_are_worse_than_wanda_on_a_guard_come_last():
     found = judge((1.0, 1.0, 1.0), (2.0, 2.0, 2.0))
     harmful, harmless = losses(1.1, 2.01, 1.1), losses(2.5, 2.0, 2.5)
@@ -110,6 +111,7 @@ def test_harm_to_what_is_no_guard_counts_by_the_mean_alone():
     assert best_of(found, {"a": losses(2.2, 1.1, 2.2), "b": losses(2.0, 2.0, 2.0)}) == "a"
 
 
+@pytest.mark.fault("other text")
 def test_masks_that_harm_a_guard_win_only_where_all_do():
     found = judge((1.0, 1.0, 1.0), (2.0, 2.0, 2.0))
     assert best_of(found, {"a": losses(2.0, 2.5, 2.0), "b": losses(1.5, 2.6, 1.5)}) == "b"

@@ -232,10 +232,12 @@ def test_the_rounds_begin_with_a_global_candidate_that_harms_no_guard():
     assert scripted_choice({harmful: (1.1, 2.9), harmless: (2.9, 2.9)}).start == harmful
 
 
+@pytest.mark.fault("other text")
 def test_a_round_that_harms_a_guard_is_not_taken():
     assert scripted_choice({GLOBALS[0]: (2.9, 2.9)}, rounds=(1.1, 3.1)).name == GLOBALS[0]
 
 
+@pytest.mark.fault("other text")
 def test_where_every_other_candidate_harms_a_guard_wandas_masks_remain():
     harmful = (1.1, 3.1)
     choice = scripted_choice(dict.fromkeys(candidates(CONFIG), harmful), rounds=harmful)
