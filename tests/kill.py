@@ -26,10 +26,10 @@ import fwanda_pruner
 from fwanda_pruner import cli
 
 COMMANDS = {
-    "fwanda row": ["--method", "fwanda", "--allocation", "row"],
+    "fwanda row, own text": ["--method", "fwanda", "--allocation", "row", "--calibration", "self"],
     "fwanda global": ["--method", "fwanda", "--allocation", "global"],
     "fwanda response": ["--method", "fwanda", "--allocation", "response"],
-    "fwanda true": ["--method", "fwanda", "--fisher", "true"],
+    "fwanda true": ["--method", "fwanda", "--fisher", "true", "--fisher-samples", "4"],
     "wanda sequential": ["--method", "wanda", "--order", "sequential"],
     "sparsegpt": ["--method", "sparsegpt"],
     "sparsegpt onepass": ["--method", "sparsegpt", "--order", "onepass"],
@@ -95,7 +95,7 @@ def result(output: Path) -> tuple[str, list]:
     weights = hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
     report = json.loads((output / "fwanda.json").read_text())
     warnings = sorted(note for note in report["warnings"] if not note.startswith("resumed:"))
-    return weights, [report["matrices"], report["perplexity"], report["tokens_sha256"], warnings]
+    return weights, [report["matrices"], report["perplexity"], report["tokens_sha256"], warnings, report["domains"]]
 
 
 def whole_run(folder: Path, name: str) -> tuple[tuple[str, list], float]:

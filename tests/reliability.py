@@ -122,6 +122,11 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "28 Padding counts in the statistics",
         "padded and unpadded batches give equal statistics; without the mask they differ",
     ),
+    "other text": (
+        "Pruning is good on text like the calibration's, and bad on other text",
+        "each run compares losses on text of several domains; it warns where Wanda is better and says what helps. A "
+        "search avoids allocations that harm a guard",
+    ),
     "kill -9": (
         "`kill -9` at a random moment, one to three times in a run",
         "the weights and the report are the same and nothing is left behind; `python tests/kill.py 50` tries 50 runs",

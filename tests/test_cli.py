@@ -197,7 +197,7 @@ MISTAKES = {
     "sparsity of a huge exponent": (["--sparsity", "1e-99999999"], "--sparsity must be a decimal"),
     "glob that matches nothing": (["--exclude", "*.w3"], "'*.w3' matches none of 14 matrices, e.g. model.layers.0"),
     "globs that leave nothing": (["--exclude", "*"], "--include and --exclude leave no matrix"),
-    "no text": (["--calibration", ""], "the name of the text is empty"),
+    "no text": (["--calibration", ""], "--calibration has an empty name; give the name of a text or a file"),
     "energy of another kind": (["--energy", "gros"], "--energy must be one of gross, net, got 'gros'"),
     "no cuda here": (["--device", "cuda"], "cuda"),
     "statistics that are none": (["--statistics", "nowhere.safetensors"], "is not a statistics file"),
@@ -339,7 +339,7 @@ def test_interrupt_ends_in_one_line_and_leaves_nothing_unfinished(folder, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.txt"]  # no stage was finished
 
 
-@pytest.mark.parametrize("command", ["prune", "calibrate", "eval", "sweep", "report", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["prune", "calibrate", "sample", "eval", "sweep", "report", "demo", "doctor"])
 def test_help_of_every_command(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -367,7 +367,7 @@ def test_prune_has_a_flag_for_every_setting_under_the_heading_of_its_group(capsy
 def test_settings_are_grouped_once_each():
     names = [f.name for f in fields(PruneConfig)]
     assert sorted(name for group in GROUPS for name in settings_of(group)) == sorted(names)
-    assert settings_of("place", "text") == ("calibration", "nsamples", "seqlen", "seed", "device", "dtype")
+    assert settings_of("place", "bos", "passes")[:3] == ("bos", "device", "dtype")
     with pytest.raises(ValueError, match="groups must be among method, .*, got txt"):
         settings_of("text", "txt")
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 from test_load import write_tiny_gguf
-from test_report import make_report
+from test_report import compared
 from transformers import AutoConfig
 
 from fwanda_pruner import PruneConfig, Report, Statistics, UserError, prune
@@ -217,7 +217,7 @@ def show_report(file) -> None:
 @pytest.mark.fault("fuzz", trials=EXAMPLES)
 def test_a_report_of_any_bytes_is_read_or_refused(tmp_path):
     @fuzz()
-    @hypothesis.given(changed(json.dumps(make_report().to_dict()).encode()))
+    @hypothesis.given(changed(json.dumps(compared().to_dict()).encode()))
     def run(content):
         (tmp_path / "a.json").write_bytes(content)
         check(show_report, tmp_path / "a.json")
@@ -227,7 +227,7 @@ def test_a_report_of_any_bytes_is_read_or_refused(tmp_path):
 
 @pytest.mark.fault("fuzz", trials=3 * EXAMPLES)
 def test_a_report_of_any_values_is_read_or_refused(tmp_path):
-    valid = make_report().to_dict()
+    valid = compared().to_dict()
 
     @fuzz(3 * EXAMPLES)
     @hypothesis.given(st.sampled_from(paths_of(valid)), VALUES)
@@ -241,7 +241,8 @@ def test_a_report_of_any_values_is_read_or_refused(tmp_path):
     run()
 
 
-SETTINGS = PruneConfig(include=("*.mlp.*",), pattern="2:4", max_memory="16GiB").resolved().to_dict()
+TEXTS = {"calibration": ("c4:3", "code"), "guard": ("a",)}
+SETTINGS = PruneConfig(include=("*.mlp.*",), pattern="2:4", max_memory="16GiB", **TEXTS).resolved().to_dict()
 
 
 @pytest.mark.fault("fuzz", trials=EXAMPLES)

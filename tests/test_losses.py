@@ -13,8 +13,8 @@ from measuring import LARGE_VOCABULARY, SLICE, engine_of, slices_of
 from torch import nn
 
 from fwanda_pruner.allocate.judge import domain_losses
-from fwanda_pruner.engine.losses import backward_of_summed_loss, find_decoder, sample_labels, summed_losses
 from fwanda_pruner.engine.loop import PassSettings
+from fwanda_pruner.engine.losses import backward_of_summed_loss, find_decoder, sample_labels, summed_losses
 from fwanda_pruner.engine.sums import Sums
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fwanda_pruner.errors import UserError
+from fwanda_pruner.report.card import model_card
 from fwanda_pruner.report.record import ROW_BINS, MatrixRow, Report, versions
 from fwanda_pruner.report.summary import summary, table
 
@@ -16,6 +17,14 @@ PROTOCOL = {
     "bos": True,
     "tokenizer": "tiny",
 }
+
+
+OPTIONAL = {"sparsity", "coverage", "row_histogram", "refit"}  # derived, or younger than the first records
+
+
+def domain(source: str, dense=2.0, wanda=2.5, pruned=2.25, **changes) -> dict:
+    facts = {"source": source, "calibrated": False, "unread": True, "windows": 8}
+    return facts | {"dense": dense, "wanda": wanda, "pruned": pruned} | changes
 
 
 def make_report(**changes) -> Report:
@@ -39,7 +48,7 @@ def make_report(**changes) -> Report:
         bos=True,
         warnings=["nsamples is small"],
         omega_floored_rows=7,
-        check=None,
+        domains=[],
         passes={"micro_batch": 2, "compiled": False, "checkpointing": False, "compile_seconds": 0.0},
         row_histogram=[0, 6, *[0] * (ROW_BINS - 2)],
     )
@@ -73,6 +82,8 @@ def test_nothing_pruned_is_zero_sparsity_not_a_division_error():
         {"perplexity": [{"dense": 20.5, "pruned": float("inf"), **PROTOCOL}]},
         {"perplexity": [{"dense": 20.5, "pruned": 21.0, **PROTOCOL, "source": source} for source in ("code", "b.txt")]},
         {"row_histogram": None},
+        {"refit": {"blocks": 4, "kept": 3}},
+        {"domains": [domain("c4", calibrated=True), domain("code", wanda=None, pruned=None)]},
     ],
 )
 def test_round_trip_through_strict_json(changes):
@@ -84,8 +95,8 @@ def test_round_trip_through_strict_json(changes):
 def test_stable_keys():
     assert set(make_report().to_dict()) == {
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
-        "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details", "check",
-        "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram",
+        "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details", "domains",
+        "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram", "refit",
     }  # fmt: skip
 
 
@@ -99,7 +110,7 @@ def test_a_record_of_an_older_version_has_no_histogram_and_no_disagreement():
     assert [row.wanda_disagreement for row in report.matrices] == [None, None, None]
 
 
-@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - {"sparsity", "coverage", "row_histogram"}))
+@pytest.mark.parametrize("key", sorted(set(make_report().to_dict()) - OPTIONAL))
 def test_a_missing_key_is_named(key, tmp_path):
     data = make_report().to_dict()
     del data[key]
@@ -119,6 +130,17 @@ def test_a_missing_key_is_named(key, tmp_path):
         (r"perplexity\[0\].source", lambda d: d["perplexity"][0].update(source=3)),
         (r"perplexity\[1\].source", lambda d: d["perplexity"].append("code")),
         ("'perplexity'", lambda d: d.update(perplexity=d["perplexity"][0])),
+        (r"domains\[1\].source", lambda d: d["domains"][1].pop("source")),
+        (r"domains\[1\].calibrated", lambda d: d["domains"][1].update(calibrated="yes")),
+        (r"domains\[0\].windows", lambda d: d["domains"][0].update(windows=2.5)),
+        (r"domains\[0\].pruned", lambda d: d["domains"][0].update(pruned="inf")),
+        (r"domains\[0\].wanda", lambda d: d["domains"][0].update(wanda=float("nan"))),
+        (r"domains\[0\].dense", lambda d: d["domains"][0].update(dense=True)),
+        (r"domains\[2\]", lambda d: d["domains"].append("code")),
+        ("'domains'", lambda d: d.update(domains=d["domains"][0])),
+        (r"'refit.kept'", lambda d: d.update(refit={"blocks": 3})),
+        (r"'refit.blocks'", lambda d: d.update(refit={"blocks": "all", "kept": 3})),
+        (r"'refit.blocks'", lambda d: d.update(refit=[3])),
         ("'seconds'", lambda d: d.update(seconds=3)),
         ("'row_histogram'", lambda d: d.update(row_histogram=3)),
         ("'row_histogram'", lambda d: d["row_histogram"].pop()),
@@ -128,7 +150,7 @@ def test_a_missing_key_is_named(key, tmp_path):
     ],
 )
 def test_a_broken_value_is_named(where, edit):
-    data = make_report().to_dict()
+    data = make_report(domains=[domain("c4"), domain("code")]).to_dict()
     edit(data)
     with pytest.raises(UserError, match=where):
         Report.from_dict(data)
@@ -188,6 +210,61 @@ def test_each_text_has_a_column_of_the_table_and_a_line_of_the_summary():
 def test_reports_with_other_texts_stand_in_another_table():
     blocks = table([("one", make_report()), ("two", two_texts())]).split("\n\n")
     assert ["one" in block for block in blocks] == [True, False] and len(blocks) == 2
+
+
+def compared() -> Report:
+    return make_report(
+        domains=[
+            domain("c4", calibrated=True),
+            domain("tokens", calibrated=True, unread=False),
+            domain("code", 0.5, None, 1.125, windows=6),
+        ],
+        refit={"blocks": 4, "kept": 3},
+    )
+
+
+def test_each_domain_has_a_line_of_the_summary():
+    told = [line.split(maxsplit=1)[1] for line in summary(compared()).splitlines() if line.startswith("domain")]
+    assert told == [
+        "c4: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on others)",
+        "tokens: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on these)",
+        "code: loss 0.500 -> 1.125, Wanda -  (6 windows, not calibrated)",
+    ]
+
+
+def test_the_summary_says_how_many_updates_were_kept():
+    line = "refit       kept in 3 of 4 blocks, where the held-out loss fell"
+    assert line in summary(make_report(refit={"blocks": 4, "kept": 3})).splitlines()
+    assert "refit" not in summary(make_report())
+
+
+def test_the_table_has_a_last_block_with_a_row_for_each_domain_of_each_run():
+    text = table([("m", compared()), ("without", make_report()), ("n", compared())])
+    *_, block = text.split("\n\n")
+    title, header, *rows = block.splitlines()
+    assert title == "mean loss in nats on text of several domains, before and after pruning"
+    columns = [header.index(name) for name in ("model", "text", "dense", "Wanda's masks", "pruned", "windows")]
+    cells = [[row[column:].split(maxsplit=1)[0] for column in columns[1:]] for row in rows]
+    once = [["c4", "2.000", "2.500", "2.250", "8"], ["tokens", "2.000", "2.500", "2.250", "8"],
+            ["code", "0.500", "-", "1.125", "6"]]  # fmt: skip
+    assert cells == once * 2
+    assert [row[: columns[1]].strip() for row in rows] == ["m", "", "", "n", "", ""]
+    assert [row.split("  ")[-1].strip() for row in rows[:3]] == [
+        "calibrated on others", "calibrated on these", "not calibrated",
+    ]  # fmt: skip
+
+
+def test_without_domains_the_table_has_no_block_for_them():
+    assert "loss" not in table([("m", make_report())])
+
+
+def test_the_card_tells_what_pruning_costs_on_each_domain():
+    report = make_report(domains=[domain("c4", calibrated=True), domain("code", pruned=None), domain("x", dense=None)])
+    lines = [line for line in model_card(report).splitlines() if line.startswith("- mean loss")]
+    assert lines == [
+        "- mean loss on c4, in nats: 2.000 dense, 2.250 pruned (calibrated on that text)",
+        "- mean loss on code, in nats: 2.000 dense, not finite pruned (not calibrated on that text)",
+    ]
 
 
 def test_summary_names_skipped_matrices_and_unmeasured_energy():

@@ -56,18 +56,19 @@ def test_kill_9_at_random_points_changes_no_bit():
     assert done.returncode == 0 and done.stdout.count("same bits") == 5, done.stdout + done.stderr
 
 
-@pytest.mark.fault("long run dies", trials=16)
-@pytest.mark.fault("Ctrl-C", trials=16)
+@pytest.mark.fault("long run dies", trials=19)
+@pytest.mark.fault("Ctrl-C", trials=19)
 @pytest.mark.parametrize(
     "settings, kept",
     [
-        (["--method", "fwanda"], ["text", "eval_dense", "calibrate-part", "calibrate", "budgets", "check"]),
+        (["--method", "fwanda"], ["text", "eval_dense", "calibrate-backward", "calibrate", "budgets", "check"]),
+        (["--method", "fwanda", "--fisher-samples", "4"], ["calibrate-backward", "calibrate-forward", "calibrate"]),
         (["--method", "fsparsegpt"], ["calibrate", "prune-00000", "prune-00003"]),
         (["--method", "fsparsegpt", "--pattern", "2:4"], ["calibrate-part", "calibrate", "prune-00000"]),
         (["--method", "wanda", "--order", "sequential"], ["prune-00001"]),
         (["--method", "fwanda", "--allocation", "response"], ["choose-00000", "choose-00001", "choose"]),
     ],
-    ids=["fwanda", "fsparsegpt", "fsparsegpt-2:4", "wanda", "response"],
+    ids=["fwanda", "fisher-samples", "fsparsegpt", "fsparsegpt-2:4", "wanda", "response"],
 )
 def test_ctrl_c_after_each_stage_is_one_line_and_resume_gives_the_same_bits(argv, settings, kept, capsys, tmp_path):
     argv += settings

@@ -59,7 +59,7 @@ def pruned_model(tied=True, dtype=torch.float32):
         bos=False,
         warnings=[],
         omega_floored_rows=None,
-        check=None,
+        domains=[],
         passes=None,
     )
     return model, report

@@ -1,6 +1,9 @@
-"""`--allocation auto`: the masks are tried in passing, on text that calibration did not read."""
+"""`--allocation auto`: the masks are tried in passing, on text of all domains that calibration did not read."""
 
+import itertools
+import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import oracle
@@ -11,19 +14,21 @@ from measuring import engine_of, out_of_memory
 
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
+from fwanda_pruner.allocate.judge import Judge
 from fwanda_pruner.allocate.masks import masks_of
-from fwanda_pruner.allocate.search import HELD_OUT as HELD_OUT_WINDOWS
-from fwanda_pruner.allocate.search import Choice, candidates, choose, lowest, try_masks
+from fwanda_pruner.allocate.search import Choice, candidates, choose, try_masks, wanda_config
 from fwanda_pruner.config import settings_of
 from fwanda_pruner.engine.resident import ResidentEngine
-from fwanda_pruner.engine.resume import NoSteps
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.run import stages
 from fwanda_pruner.run.pipeline import run_prune
-from fwanda_pruner.text import windows
+from fwanda_pruner.text.domains import Domain
+from fwanda_pruner.text.windows import draw_windows, guard_tokens
 
-TOKENS, HELD_OUT = tiny.tokens(16, 24), tiny.tokens(5, 24, seed=9)
+TOKENS, HELD_OUT, OTHER = tiny.tokens(16, 24), tiny.tokens(5, 24, seed=9), tiny.tokens(3, 24, seed=8)
 CONFIG = PruneConfig(method="fwanda", allocation="auto", sparsity=0.6).resolved()
+GLOBALS = [name for name in candidates(CONFIG) if name.startswith("global")]
 
 
 def measured(model, kind=ResidentEngine):
@@ -32,9 +37,15 @@ def measured(model, kind=ResidentEngine):
     return engine, measure_statistics(engine, TOKENS)
 
 
-def losses_of(model, configs, tokens=HELD_OUT) -> dict[str, float]:
+def judge_of(engine, statistics, **windows) -> Judge:
+    """A judge on windows by the name of their domain; the default is one domain. None of them is a guard."""
+    domains = [Domain(name, True, False, True, ids[:0], ids) for name, ids in (windows or {"text": HELD_OUT}).items()]
+    return Judge(engine, domains, masks_of(wanda_config(CONFIG), engine, statistics))
+
+
+def losses_of(model, configs, **windows) -> dict[str, dict[str, float]]:
     engine, statistics = measured(model)
-    return try_masks(engine, tokens, statistics, configs)
+    return try_masks(engine, judge_of(engine, statistics, **windows), statistics, configs)
 
 
 def same_weights(one, other) -> bool:
@@ -46,6 +57,13 @@ def same_weights(one, other) -> bool:
 def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(tiny.text(2000))
+    return str(path)
+
+
+@pytest.fixture
+def guard(tmp_path):
+    path = tmp_path / "guard.jsonl"
+    path.write_text("".join(json.dumps({"text": tiny.text(40, seed=i)}) + "\n" for i in range(30)))
     return str(path)
 
 
@@ -64,22 +82,23 @@ def test_a_tried_mask_has_the_loss_of_the_pruned_model(family, largest):
 
     configs = candidates(CONFIG)
     engine.targets[-1].module.register_forward_pre_hook(run_out)
-    losses = try_masks(engine, HELD_OUT, statistics, configs)
+    losses = try_masks(engine, judge_of(engine, statistics, one=HELD_OUT, two=OTHER), statistics, configs)
     for name in ("uniform", "row", "global b=0.75 c=0.5"):
         model = tiny.build(family)
         fwanda_pruner.prune(model, config=configs[name], calibration=TOKENS, progress=False)
-        assert losses[name] == pytest.approx(math.log(oracle.perplexity(model, HELD_OUT)), rel=1e-5)
+        expected = {name: math.log(oracle.perplexity(model, ids)) for name, ids in (("one", HELD_OUT), ("two", OTHER))}
+        assert losses[name] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_model_is_dense_afterwards_also_after_an_error(monkeypatch):
     model = tiny.llama()
     dense = {name: weight.clone() for name, weight in model.state_dict().items()}
     engine, statistics = measured(model)
-    try_masks(engine, HELD_OUT, statistics, candidates(CONFIG))
+    try_masks(engine, judge_of(engine, statistics), statistics, candidates(CONFIG))
     masks = masks_of(candidates(CONFIG)["row"], engine, statistics)
     monkeypatch.setattr(model.model.layers[1].mlp, "forward", None)
     with pytest.raises(TypeError):
-        engine.mean_loss(TOKENS[:1], masks)
+        engine.window_losses(TOKENS[:1], masks)
     assert all(torch.equal(weight, dense[name]) for name, weight in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -87,7 +106,7 @@ def test_the_model_is_dense_afterwards_also_after_an_error(monkeypatch):
 def test_an_allocation_without_a_budget_is_not_chosen():
     config = PruneConfig(method="fwanda", allocation="auto", sparsity="0.99").resolved()  # row keeps at least 1 a row
     losses = losses_of(tiny.llama(), candidates(config))
-    assert losses["row"] == math.inf and math.isfinite(losses["uniform"])
+    assert losses["row"]["text"] == math.inf and math.isfinite(losses["uniform"]["text"])
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of memory")
@@ -106,36 +125,44 @@ def test_a_pass_that_fails_under_masks_leaves_the_block_dense():
     dense = {name: weight.clone() for name, weight in model.state_dict().items()}
     seen = []
 
-    def mask(weight):
-        seen.append(bool((weight == 0).any()))
-        return torch.zeros_like(weight, dtype=torch.bool)
+    class Nothing:
+        """Masks that keep no weight."""
+
+        def prune_(self, weights):
+            seen.extend(bool((weight == 0).any()) for weight in weights.values())
+            for weight in weights.values():
+                weight.zero_()
 
     calls = iter([True, True])
-    masks = {target.name: mask for target in engine.targets}
     with out_of_memory(model.model.layers[0].mlp.down_proj, lambda _x: next(calls, False)):
         with pytest.warns(UserWarning, match="ran out of memory"):
-            engine.mean_loss(tiny.tokens(4, 24), masks)
-    assert not any(seen)
+            engine.window_losses(tiny.tokens(4, 24), Nothing())
+    assert seen and not any(seen)
     assert all(torch.equal(weight, dense[name]) for name, weight in model.state_dict().items())
-
-
-def test_no_finite_loss_is_one_line():
-    message = "^no allocation gives a finite loss on the held-out text; choose --allocation uniform, row or global$"
-    with pytest.raises(UserError, match=message):
-        lowest({"uniform": math.inf, "row": math.inf})
 
 
 # What is chosen
 
 
-@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
-def test_auto_is_the_candidate_with_the_lowest_loss_on_held_out_text(method, text):
-    settings = {"method": method, "sparsity": 0.6, "calibration": text, "nsamples": 20, "seqlen": 24, "progress": False}
+def chosen_by(rank, losses: dict[str, dict[str, float]]) -> str:
+    """The name with the smallest rank, which is a function of a candidate's losses."""
+    return min((name for name in losses if name not in ("dense", "wanda")), key=lambda name: rank(losses[name]))
+
+
+def test_auto_is_the_candidate_with_the_smallest_mean_increase_over_the_domains(text, guard):
+    settings = {"sparsity": 0.6, "calibration": text, "guard": guard, "nsamples": 20, "seqlen": 24, "progress": False}
     model = tiny.llama()
     report = fwanda_pruner.prune(model, tiny.tokenizer(), allocation="auto", **settings)
     chosen = report.config["chosen"]
-    assert report.config["allocation"] == "auto" and chosen["name"] == min(chosen["losses"], key=chosen["losses"].get)
-    configs = candidates(PruneConfig(method=method, allocation="auto"))
+    losses = chosen["losses"]
+    dense, wanda = losses["dense"], losses["wanda"]
+    assert dense.keys() == {text, guard} and report.config["allocation"] == "auto"
+
+    def rank(found):
+        return found[guard] > wanda[guard], sum(found[name] - dense[name] for name in dense) / 2
+
+    assert chosen["name"] == chosen_by(rank, losses)
+    configs = candidates(PruneConfig(allocation="auto"))
     config = configs.get(chosen["name"]) or replace(configs[chosen["start"]], allocation="response")
     names = ("allocation", "row_exponent", "layer_exponent")
     other = tiny.llama()
@@ -143,17 +170,47 @@ def test_auto_is_the_candidate_with_the_lowest_loss_on_held_out_text(method, tex
     assert same_weights(model, other)
 
 
-@pytest.mark.parametrize("best", ["uniform", "global b=1 c=0.75"])
-def test_auto_takes_another_allocation_where_no_round_is_better(best):
+@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
+def test_the_windows_of_a_choice_are_those_before_the_reported_ones(method, text, guard):
+    settings = {"nsamples": 20, "seqlen": 24, "bos": "none"}
+    report = fwanda_pruner.prune(
+        tiny.llama(), tiny.tokenizer(), method=method, allocation="response", calibration=text, guard=guard,
+        progress=False, **settings,
+    )  # fmt: skip
+    _, further = draw_windows(text, tiny.tokenizer(), nsamples=20, further=12, seqlen=24, seed=0, bos=False)
+    windows = {text: further[:4], guard: guard_tokens(guard, tiny.tokenizer(), windows=12, seqlen=24, bos=False)[:4]}
+    expected = {name: math.log(oracle.perplexity(tiny.llama(), ids)) for name, ids in windows.items()}
+    assert report.config["chosen"]["losses"]["dense"] == pytest.approx(expected, rel=1e-5)
+
+
+def scripted(losses: Iterable[tuple[float, ...]]):
+    """A kind of engine whose masks lose what it is told, one number for each window, in the order of the calls."""
+    left = iter(losses)
+
     class Scripted(ResidentEngine):
-        losses = iter([1.0 if name == best else 3.0 for name in candidates(CONFIG)] + [2.0, 2.0])
+        def window_losses(self, tokens, masks=None, **_options):
+            return torch.tensor(next(left), dtype=torch.float64)
 
-        def mean_loss(self, tokens, masks=None):
-            return next(self.losses)
+    return Scripted
 
-    engine, statistics = measured(tiny.llama(), Scripted)
-    choice = choose(engine, TOKENS, HELD_OUT, statistics, CONFIG, rounds=NoSteps())
-    assert choice.name == best and choice.start.startswith("global") and choice.scales is None
+
+def scripted_choice(losses: dict[str, tuple[float, ...]], rounds=(2.5, 2.5), config=CONFIG) -> Choice:
+    """A choice for two domains of one window, of which the second is a guard.
+
+    The dense model loses 1 on both, Wanda's masks 3, candidates that are not named 4, and every round the same.
+    """
+    tried = [losses.get(name, (4.0, 4.0)) for name in candidates(config) if name != "uniform"]
+    script = itertools.chain([(1.0, 1.0), (3.0, 3.0), *tried], itertools.repeat(rounds))
+    engine, statistics = measured(tiny.llama(), scripted(script))
+    domains = [Domain(name, True, name == "guard", True, TOKENS[:0], TOKENS[:1]) for name in ("text", "guard")]
+    judge = Judge(engine, domains, masks_of(wanda_config(config), engine, statistics))
+    return choose(engine, TOKENS, judge, statistics, config)
+
+
+@pytest.mark.parametrize("best", ["row", GLOBALS[1]])
+def test_auto_takes_another_allocation_where_no_round_is_better(best):
+    choice = scripted_choice({best: (2.0, 2.0)})
+    assert choice.name == best and choice.start in GLOBALS and choice.scales is None
     model, other = tiny.llama(), tiny.llama()
     report, same = run_prune(model, None, config=CONFIG, calibration=TOKENS, choice=choice, progress=False)
     assert same is choice and report.config["chosen"] == choice.to_dict()
@@ -162,16 +219,36 @@ def test_auto_takes_another_allocation_where_no_round_is_better(best):
 
 
 def test_a_round_is_chosen_with_its_scales_where_it_is_best():
-    class Scripted(ResidentEngine):
-        losses = iter([3.0] * len(candidates(CONFIG)) + [2.0, 1.0])
+    choice = scripted_choice({GLOBALS[1]: (2.75, 2.75)}, rounds=(1.5, 1.5))
+    assert choice.name.startswith("round ") and choice.start == GLOBALS[1]
+    assert choice.scales.rows.keys() == {target.name for target in find_targets(tiny.llama())[0]}
+    assert choice.losses[choice.name] == {"text": 1.5, "guard": 1.5}
+    assert choice.apply(CONFIG).allocation == "response"
 
-        def mean_loss(self, tokens, masks=None):
-            return next(self.losses)
 
-    engine, statistics = measured(tiny.llama(), Scripted)
-    choice = choose(engine, TOKENS, HELD_OUT, statistics, CONFIG, rounds=NoSteps())
-    assert choice.name == "round 2" and choice.scales.rows.keys() == {target.name for target in engine.targets}
-    assert choice.losses[choice.start] == 3.0 and choice.apply(CONFIG).allocation == "response"
+def test_the_rounds_begin_with_a_global_candidate_that_harms_no_guard():
+    harmful, harmless = GLOBALS[1:3]
+    assert scripted_choice({harmful: (1.1, 3.5), harmless: (2.9, 2.9)}).start == harmless
+    assert scripted_choice({harmful: (1.1, 2.9), harmless: (2.9, 2.9)}).start == harmful
+
+
+@pytest.mark.fault("other text")
+def test_a_round_that_harms_a_guard_is_not_taken():
+    assert scripted_choice({GLOBALS[0]: (2.9, 2.9)}, rounds=(1.1, 3.1)).name == GLOBALS[0]
+
+
+@pytest.mark.fault("other text")
+def test_where_every_other_candidate_harms_a_guard_wandas_masks_remain():
+    harmful = (1.1, 3.1)
+    choice = scripted_choice(dict.fromkeys(candidates(CONFIG), harmful), rounds=harmful)
+    assert choice.name == "uniform" and choice.losses["uniform"] == choice.losses["wanda"]
+
+
+def test_a_response_of_which_all_masks_harm_a_guard_takes_the_best_of_them():
+    config = replace(CONFIG, allocation="response")
+    (start,) = candidates(config)
+    assert scripted_choice({start: (3.5, 3.5)}, (3.25, 3.25), config).name.startswith("round ")
+    assert scripted_choice({start: (3.25, 3.25)}, (3.5, 3.5), config).name == start
 
 
 def test_auto_takes_uniform_where_nothing_of_the_fisher_information_is_known():
@@ -196,16 +273,17 @@ def test_under_a_pattern_an_update_of_the_weights_leaves_nothing_to_choose():
 
 @pytest.mark.parametrize("allocation", ["response", "auto"])
 @pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
-def test_a_given_choice_gives_the_masks_and_the_record_of_the_run_that_searched(method, allocation):
+def test_a_given_choice_gives_the_masks_and_the_record_of_the_run_that_searched(method, allocation, monkeypatch):
     config = PruneConfig(method=method, allocation=allocation, sparsity="0.6")
     models = tiny.llama(), tiny.llama()
     searched, choice = run_prune(models[0], None, config=config, calibration=TOKENS, progress=False)
+    monkeypatch.setattr(stages, "choose", None)
     given, same = run_prune(models[1], None, config=config, calibration=TOKENS, choice=choice, progress=False)
     assert isinstance(choice, Choice) and same is choice and same_weights(*models)
-    assert "choose" in searched.seconds and "choose" not in given.seconds
+    assert "choose" in searched.seconds
     records = [report.to_dict() for report in (searched, given)]
     for record in records:  # what depends on the search itself
-        record["warnings"] = [line for line in record["warnings"] if "no calibration text is left" not in line]
+        record["warnings"] = [line for line in record["warnings"] if "is left to choose on" not in line]
         for key in ("seconds", "peak_memory_bytes", "energy_details"):
             del record[key]
     assert records[0] == records[1]
@@ -220,26 +298,14 @@ def test_without_a_search_there_is_no_choice():
 # On which text
 
 
-def test_held_out_windows_are_none_of_the_calibration(text):
-    settings = {"nsamples": 20, "seqlen": 24, "seed": 3, "bos": True}
-    drawn = windows.calibration_tokens(text, tiny.tokenizer(), **settings)
-    held = windows.held_out_tokens(text, tiny.tokenizer(), **settings, windows=8)
-    more = windows.calibration_tokens(text, tiny.tokenizer(), **{**settings, "nsamples": 28})
-    assert held.shape == (8, 24) and torch.equal(torch.cat([drawn, held]), more)
-    assert not {tuple(row) for row in held.tolist()} & {tuple(row) for row in drawn.tolist()}
-
-
-def test_no_window_is_held_out_where_calibration_reads_the_whole_text(text):
-    settings = {"seqlen": 24, "seed": 0, "bos": False, "windows": 8}
-    assert windows.held_out_tokens(text, tiny.tokenizer(), nsamples=80, **settings).shape == (3, 24)
-    assert windows.held_out_tokens(text, tiny.tokenizer(), nsamples=83, **settings) is None
-
-
-def test_without_held_out_text_the_last_windows_decide_with_a_warning():
-    with pytest.warns(UserWarning, match="no calibration text is left to choose on"):
+def test_without_further_text_the_last_windows_decide_with_a_warning():
+    with pytest.warns(
+        UserWarning, match="no text of tokens is left to choose on: .* on the last windows of the calibra"
+    ):
         report = fwanda_pruner.prune(tiny.llama(), config=CONFIG, calibration=TOKENS, progress=False)
-    losses = losses_of(tiny.llama(), candidates(CONFIG), TOKENS[-HELD_OUT_WINDOWS:])
-    assert {name: report.config["chosen"]["losses"][name] for name in losses} == pytest.approx(losses)
+    losses = losses_of(tiny.llama(), candidates(CONFIG), tokens=TOKENS[:8])  # the report reads the last eight
+    found = report.config["chosen"]["losses"]
+    assert all(found[name] == pytest.approx(losses[name]) for name in losses)
 
 
 def test_auto_reads_the_text_of_given_statistics(text):
@@ -252,3 +318,13 @@ def test_auto_reads_the_text_of_given_statistics(text):
         for given in (None, statistics)
     )
     assert one.config["chosen"] == other.config["chosen"]
+    assert one.config["chosen"]["losses"]["dense"].keys() == {text, "sample", "code"}
+
+
+@pytest.mark.parametrize("guard_flag, names", [("none", 1), (None, 3)])
+def test_guards_take_part_in_the_choice(guard_flag, names, text):
+    report = fwanda_pruner.prune(
+        tiny.llama(), tiny.tokenizer(), allocation="response", calibration=text, nsamples=20, seqlen=24,
+        guard=guard_flag, progress=False,
+    )  # fmt: skip
+    assert all(len(losses) == names for losses in report.config["chosen"]["losses"].values())

@@ -194,6 +194,13 @@ class InterruptedState(RunState):
             raise KeyboardInterrupt
 
 
+def part_of(stages: Stages, measure: partial):
+    """Where a measurement saves its state; statistics have two parts, the passes with and without gradients."""
+    if measure.func is measure_statistics:
+        return partial(stages.unfinished, StageName.CALIBRATE)
+    return stages.unfinished(StageName.CALIBRATE)
+
+
 def tensors_of(result) -> dict[str, torch.Tensor]:
     return result.to_parts()[0] if isinstance(result, Statistics) else result[0]
 
@@ -219,11 +226,11 @@ def test_an_interrupted_measurement_goes_on_with_the_same_bits(measure, saves, t
     state.saves_left = saves
     stages, model = Stages(state, torch.device("cpu")), tiny.llama()
     with pytest.raises(KeyboardInterrupt):
-        measure(engine_of(model), TOKENS, unfinished=stages.unfinished(StageName.CALIBRATE))
+        measure(engine_of(model), TOKENS, unfinished=part_of(stages, measure))
     assert not any(module._forward_hooks for module in model.modules())
     model = tiny.llama()
     with measuring.input_sizes(model.get_input_embeddings()) as sizes:
-        found = tensors_of(measure(engine_of(model), TOKENS, unfinished=stages.unfinished(StageName.CALIBRATE)))
+        found = tensors_of(measure(engine_of(model), TOKENS, unfinished=part_of(stages, measure)))
     assert sizes == [1] * (len(TOKENS) - 1 - saves)  # nothing is saved after the first pass
     assert_equal(found, expected, exact=True)
 
@@ -238,13 +245,13 @@ def test_out_of_memory_after_an_interruption_starts_from_the_first_window(fisher
     stages, model = Stages(state, torch.device("cpu")), tiny.llama()
     measure = partial(measure_statistics, engine_of(model, micro_batch=2), TOKENS, fisher=fisher)
     with pytest.raises(KeyboardInterrupt):
-        measure(unfinished=stages.unfinished(StageName.CALIBRATE))
+        measure(unfinished=part_of(stages, measure))
     with (
         measuring.input_sizes(model.get_input_embeddings()) as sizes,
         measuring.out_of_memory(model.model.norm, lambda _x: sizes == [2, 1]),
         pytest.warns(UserWarning, match="starting again with 1 windows"),
     ):
-        found = measure(unfinished=stages.unfinished(StageName.CALIBRATE))
+        found = measure(unfinished=part_of(stages, measure))
     assert sizes == [2, 1] + [1] * len(TOKENS)
     for name in expected.g2:
         torch.testing.assert_close(found.layer(name).omega, expected.layer(name).omega, rtol=1e-3, atol=1e-9)

@@ -13,7 +13,7 @@ from interrupt import interrupted_while_reading
 import fwanda_pruner
 from fwanda_pruner import cli
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.run.stage import StageName
+from fwanda_pruner.run import stages
 from fwanda_pruner.sweep import run as sweep
 from fwanda_pruner.sweep.figures import draw
 from fwanda_pruner.sweep.recipe import RECIPES, Recipe, describe, recipe_names
@@ -139,15 +139,48 @@ def test_energy_is_drawn_only_where_each_cell_has_all_of_it(recipe, tmp_path):
         assert ("perplexity-by-energy.png" in {path.name for path in written}) != shared
 
 
-def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, few_rounds):
+def test_what_is_done_with_the_same_masks_shares_their_choice(recipe, tmp_path, monkeypatch):
     cells = [{"method": ["fwanda", "fsparsegpt"], "allocation": ["response", "auto"], "bos": "none"}]
-    found = Recipe.load(recipe(cells, seeds=[0, 1]))
-    cells = run(found, tmp_path / "out")
+    found, searched, choose = Recipe.load(recipe(cells, seeds=[0, 1])), [], stages.choose
+
+    def counted(engine, tokens, judge, statistics, config, **options):
+        searched.append(config.method)
+        return choose(engine, tokens, judge, statistics, config, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "choose", counted)
+        cells = run(found, tmp_path / "out")
+    assert searched == ["fwanda"] * 4  # the cells of this method come first
     for config, cell in zip(found.cells, cells, strict=True):
-        assert (StageName.CHOOSE in cell["report"]["seconds"]) == (config.method == "fwanda")  # which comes first
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
         assert measured(cell) == [text["pruned"] for text in alone.perplexity]
         assert cell["report"]["config"]["chosen"] == alone.config["chosen"]
+
+
+def test_cells_share_the_text_that_the_model_writes(recipe, tmp_path, monkeypatch):
+    """Each kind of cell takes from it what it reads, and measures the same as alone."""
+    drawn, draw_tokens = [], stages.sample_tokens
+
+    def counted(model, **settings):
+        drawn.append(settings["seed"])
+        return draw_tokens(model, **settings)
+
+    cells = [
+        {"method": ["fwanda", "wanda", "sparsegpt"], "calibration": "self", "bos": "none", "nsamples": 20},
+        {"method": "fwanda", "allocation": "response", "calibration": "self", "bos": "none", "nsamples": 20},
+        {"method": "magnitude", "guard": "self", "bos": "none"},
+    ]
+    found = Recipe.load(recipe(cells, seeds=[0, 1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "sample_tokens", counted)
+        cells = run(found, tmp_path / "out")
+    assert sorted(drawn) == [0, 1]
+    for config, cell in zip(found.cells, cells, strict=True):
+        alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
+        assert measured(cell) == [text["pruned"] for text in alone.perplexity]
+        assert cell["report"]["tokens_sha256"] == alone.tokens_sha256
+        compared = cell["report"]["domains"]  # with given statistics, Wanda is compared on the guards alone
+        assert compared and all(domain in alone.domains for domain in compared)
 
 
 def test_finished_cells_do_not_run_again(recipe, tmp_path):

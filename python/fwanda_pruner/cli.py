@@ -265,12 +265,12 @@ def _load(args: argparse.Namespace, config: PruneConfig):
     return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
 
 
-def _check_texts(*, calibration: Iterable[str] = (), eval: Iterable[str] = ()) -> None:
+def _check_texts(*, calibration: Iterable[str] = (), guards: Iterable[str] = (), eval: Iterable[str] = ()) -> None:
     """Read local text files before the model is loaded, so that a mistake shows at once."""
     from .text.sources import READERS, load_documents
 
-    texts = [("calibration", source.name) for source in parse_sources(tuple(calibration))]
-    for purpose, source in (*texts, *(("eval", text) for text in eval)):
+    names = {"calibration": [*(source.name for source in parse_sources(tuple(calibration))), *guards], "eval": eval}
+    for purpose, source in ((purpose, name) for purpose, texts in names.items() for name in texts):
         if source and Path(source).suffix.lower() in READERS:
             load_documents(source, purpose=purpose)
 
@@ -287,12 +287,22 @@ def _prune(args: argparse.Namespace) -> None:
     if _is_finished(args, config):
         return print(f"finished    {args.output} holds the result of this command, with the zeros of its report")
     if not args.dry_run:
-        inputs = (args.model, args.statistics, *(source.name for source in config.sources), *config.eval)
+        inputs = (
+            args.model,
+            args.statistics,
+            *(source.name for source in config.sources),
+            *config.guards,
+            *config.eval,
+        )
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
     resolved = config.resolved()
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
-    _check_texts(calibration=config.calibration if reads_calibration else (), eval=config.eval)
+    _check_texts(
+        calibration=config.calibration if reads_calibration else (),
+        guards=config.guards if resolved.responds or not config.no_check else (),
+        eval=config.eval,
+    )
     if args.dry_run:
         return _print_plan(_load(args, config)[0], resolved)
     _prune_and_save(args, config, statistics)
@@ -454,7 +464,7 @@ def _sweep(args: argparse.Namespace) -> None:
     check_installed()
     recipe = Recipe.load(args.recipe, _given(args))
     for config in recipe.cells:
-        _check_texts(calibration=config.calibration, eval=config.eval)
+        _check_texts(calibration=config.calibration, guards=config.guards, eval=config.eval)
     settings = _task_settings(args)
     if recipe.tasks:
         check_tasks(recipe.tasks, **settings)

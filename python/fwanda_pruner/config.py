@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import UserError, one_line
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
-from .source_shares import SourceShare, check_names, counts_of, parse_sources
+from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
     "method": "what is pruned, and how",
@@ -296,6 +296,8 @@ class PruneConfig:
         counts_of(self.sources, self.nsamples)
         check_names(self.guards, "--guard")
         check_names(self.eval, "--eval")
+        if OWN_TEXT in self.eval:
+            raise UserError(f"--eval {OWN_TEXT}: the text that a model writes is for calibration; name another text")
         if self.guard is not None and len(self.guard) > 1 and "none" in self.guard:
             raise UserError(
                 f"--guard none turns all guards off, got {', '.join(self.guard)}; leave none or the others out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -83,8 +84,8 @@ def _parse(text: str) -> SourceShare:
     name, colon, share = text.rpartition(":")
     if not colon or ("\0" not in text and os.path.exists(text)):
         return SourceShare(text)
-    try:
-        value = Fraction(share) if len(share) <= 20 else Fraction(0)
+    try:  # limits the length, so that the exact fraction stays small
+        value = Fraction(share) if re.fullmatch(r"[-+\d./]{1,20}(e[-+]?\d{1,3})?", share) else Fraction(0)
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not 0 < value <= 10**9:

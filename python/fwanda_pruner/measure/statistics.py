@@ -141,6 +141,9 @@ class Statistics:
         """
         counts = [*self.n_tokens.items(), *self.fisher_tokens.items()]
         counted = all(isinstance(name, str) and type(n) is int and 0 <= n < 2**63 for name, n in counts)
+        if self.fisher_tokens:  # of every matrix, and never more than the forward pass saw
+            counted &= self.fisher_tokens.keys() == self.n_tokens.keys()
+            counted &= all(n <= self.n_tokens.get(name, 0) for name, n in self.fisher_tokens.items())
         named = all(
             isinstance(value, (str, type(None)))
             for value in (self.tokens_sha256, self.fisher, self.weights, self.fisher_samples)

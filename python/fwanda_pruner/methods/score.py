@@ -9,7 +9,7 @@ import fwanda_kernels as fk
 
 from ..allocate.masks import column_scale
 from ..errors import UserError
-from ..measure.statistics import Statistics
+from ..measure.statistics import Statistics, warn_unseen
 from ..measure.sums import StatisticsSums
 from .job import GroupJob
 
@@ -42,6 +42,9 @@ def measure_inputs(job: GroupJob) -> Statistics:
     sums = StatisticsSums({target.name: target.module for target in job.targets})
     job.walk.run(job.index, sums, advance=job.advance)
     statistics = Statistics.of_sums(sums.tensors(), job.targets, None, job.walk.device)
+    for target in job.targets:
+        if not statistics.n_tokens[target.name]:
+            warn_unseen(target)
     statistics.check(job.targets, fisher=False)
     return statistics
 

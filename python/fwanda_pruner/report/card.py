@@ -17,7 +17,16 @@ def model_card(report: Report, *, multimodal: bool = False) -> str:
     facts.append(f"- sparsity: {sparsity['matrices']:.4f} of the pruned matrices, {sparsity['model']:.4f} of the model")
     line = "- perplexity on {source}: {dense:.2f} dense, {pruned:.2f} pruned ({windows} windows of {seqlen} tokens)"
     facts += [line.format_map(text) for text in report.perplexity]
+    facts += [_domain(domain) for domain in report.domains if domain["dense"] is not None]
     return _CARD.format(facts="\n".join(facts), file=FILE_NAME, **(_IMAGE_TEXT if multimodal else _TEXT))
+
+
+def _domain(domain: dict) -> str:
+    """What pruning costs on the text of one domain."""
+    pruned = "not finite" if domain["pruned"] is None else f"{domain['pruned']:.3f}"
+    read = "calibrated" if domain["calibrated"] else "not calibrated"
+    losses = f"{domain['dense']:.3f} dense, {pruned} pruned"
+    return f"- mean loss on {domain['source']}, in nats: {losses} ({read} on that text)"
 
 
 _TEXT = {"task": "text-generation", "auto_class": "AutoModelForCausalLM"}

@@ -2,11 +2,14 @@
 
 from .record import MatrixRow, Report
 
+_DOMAINS = "mean loss in nats on text of several domains, before and after pruning"
+
 
 def table(reports: list[tuple[str, Report]]) -> str:
     """Aligned tables of reports, with a column for each evaluation text; one table for each evaluation protocol.
 
-    Perplexities of different protocols never share a table. Rows keep their order.
+    Perplexities of different protocols never share a table. Rows keep their order. Where a run was compared on several
+    domains, a last table has a row for each of them.
 
     Args:
         reports: (label, report) of each run.
@@ -15,7 +18,9 @@ def table(reports: list[tuple[str, Report]]) -> str:
     for label, report in reports:
         protocols = [f"{text['source']}: {protocol_line(text)}" for text in report.perplexity]
         groups.setdefault("\n".join(protocols or ["perplexity not measured"]), []).append((label, report))
-    return "\n\n".join(f"{protocols}\n{_grid(rows)}" for protocols, rows in groups.items())
+    tables = [f"{protocols}\n{_grid(rows)}" for protocols, rows in groups.items()]
+    compared = [(label, report) for label, report in reports if report.domains]
+    return "\n\n".join([*tables, f"{_DOMAINS}\n{_domain_grid(compared)}"] if compared else tables)
 
 
 def protocol_line(text: dict) -> str:
@@ -54,13 +59,19 @@ def summary(report: Report) -> str:
 
 
 def _domain_lines(report: Report) -> list[str]:
-    """Loss above that of the dense model on each domain, beside that of Wanda's masks."""
+    """Loss of the dense and the pruned model on each domain, beside that of Wanda's masks."""
     return [
         f"domain      {domain['source']}: loss {_loss(domain['dense'])} -> {_loss(domain['pruned'])},"
-        f" Wanda {_loss(domain['wanda'])}  ({domain['windows']} windows,"
-        f" {'calibrated' if domain['calibrated'] else 'not calibrated'})"
+        f" Wanda {_loss(domain['wanda'])}  ({domain['windows']} windows, {_reading(domain)})"
         for domain in report.domains
     ]
+
+
+def _reading(domain: dict) -> str:
+    """What the calibration read of a domain."""
+    if not domain["calibrated"]:
+        return "not calibrated"
+    return "calibrated on others" if domain["unread"] else "calibrated on these"
 
 
 def _refit_lines(report: Report) -> list[str]:
@@ -104,6 +115,22 @@ def _grid(rows: list[tuple[str, Report]]) -> str:
             *map(_change, report.perplexity),
             f"{sum(report.seconds.values()):.1f}",
         ))  # fmt: skip
+    return _aligned(cells)
+
+
+def _domain_grid(rows: list[tuple[str, Report]]) -> str:
+    """A row for each domain; the label of a run stands in the first of its rows."""
+    cells = [("model", "text", "dense", "Wanda's masks", "pruned", "windows", "")]
+    for label, report in rows:
+        for number, domain in enumerate(report.domains):
+            losses = (_loss(domain[key]) for key in ("dense", "wanda", "pruned"))
+            first = "" if number else label
+            cells.append((first, domain["source"], *losses, str(domain["windows"]), _reading(domain)))
+    return _aligned(cells)
+
+
+def _aligned(cells: list[tuple[str, ...]]) -> str:
+    """Rows of equal length as lines, each column as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 

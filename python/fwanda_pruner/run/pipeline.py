@@ -30,7 +30,7 @@ from . import stages
 from .energy import EnergyMeter
 from .stage import Stages
 from .state import RunState
-from .texts import Texts, protocol, read_texts, sources_of, with_sources
+from .texts import Texts, own_windows, protocol, read_texts, sources_of, with_sources
 
 
 def prune(
@@ -202,23 +202,25 @@ def collect(
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
 
 
-def own_text(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> Tensor | None:
-    """The text that a run with these settings would let the model write, for several runs to share.
+def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], progress: bool = True) -> Tensor | None:
+    """The text that runs with these settings let the model write, for all of them to share.
 
     Args:
-        model, tokenizer, config, progress: as prune().
+        model, tokenizer, progress: as prune().
+        configs: with the same seqlen, seed and start_token. The one that reads the most windows decides.
 
     Returns:
-        [S, L] int64 windows on the CPU; None where no source is the model's own text.
+        [S, L] int64 windows on the CPU; None where no run reads any.
 
     Raises:
         UserError: as prune().
     """
     stage = Stages(RunState(), model_device(model))
+    needs = [(config, stages.reads(config, None)) for config in (config.resolved() for config in configs)]
+    config, reads = max(needs, key=lambda need: own_windows(need[0], **need[1]))
     with stage.noting(), evaluating(model), device_rules(model, config):
         engine = make_engine(model, [], config, progress=progress)
-        reads = stages.reads(config.resolved(), None)
-        return stages.own_text(stage, engine, config.resolved(), tokenizer, **reads)[0]
+        return stages.own_text(stage, engine, config, tokenizer, **reads)[0]
 
 
 def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:

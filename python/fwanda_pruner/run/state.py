@@ -18,7 +18,7 @@ from ..errors import UserError, one_line
 from ..formats.files import atomic_file, user_errors
 
 _FACTS, _SHA256 = "fwanda", "sha256"  # keys in the metadata of a stage file
-_OWN_NAMES = re.compile(r"lock|[a-z_]+(-part|-\d+)?\.safetensors|\..+\.tmp")  # the files that a run writes here
+_OWN_NAMES = re.compile(r"lock|[a-z_]+(-[a-z]+|-\d+)?\.safetensors|\..+\.tmp")  # the files that a run writes here
 _RUN = "run"  # a stage without tensors, whose facts identify the run
 
 

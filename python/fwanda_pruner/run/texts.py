@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -39,11 +39,13 @@ class Sources:
 
     Attributes:
         calibration: sources by name, as config.calibration, or token ids [S, L] int64.
+        guards: names of texts, as config.guards.
         evaluation: name in the record -> a source by name, or token ids [S, L] int64.
         bos: whether windows begin with BOS; None: decide by the loss of the dense model.
     """
 
     calibration: tuple[str, ...] | Tensor
+    guards: tuple[str, ...]
     evaluation: dict[str, str | Tensor]
     bos: bool | None
 
@@ -51,8 +53,8 @@ class Sources:
         """Hashes that tell these texts from others."""
         given = self.calibration
         texts = [given] if isinstance(given, Tensor) else [source.name for source in parse_sources(given)]
-        evaluation = self.evaluation.values()
-        return {"calibration_sha256": list(map(_sha256, texts)), "eval_sha256": list(map(_sha256, evaluation))}
+        named = {"calibration": texts, "guard": self.guards, "eval": self.evaluation.values()}
+        return {f"{kind}_sha256": list(map(_sha256, given)) for kind, given in named.items()}
 
 
 def _sha256(text: str | Tensor) -> Any:
@@ -157,6 +159,7 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
         bos = statistics.bos
     return Sources(
         calibration if isinstance(calibration, Tensor) else config.calibration,
+        config.guards,
         dict(_named(list(config.eval) if eval is None else eval)),
         bos,
     )
@@ -165,13 +168,16 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
 def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int:
     """How many windows of the model's own text a run needs; 0 where it reads none.
 
+    The number does not depend on the allocation, nor on whether statistics are given: the size of a batch could change
+    the rounding, and with it a token.
+
     Args:
         config, calibration, domains: as read_texts().
     """
     names = [source.name for source in config.sources]
     if OWN_TEXT in names and (calibration or (domains and config.compares_with_wanda)):
-        return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + _further(config)
-    return _further(config) if domains and OWN_TEXT in config.guards else 0
+        return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + REPORTED + choice_windows(1)
+    return REPORTED + _choice(config, config.guards) if domains and OWN_TEXT in config.guards else 0
 
 
 def read_texts(
@@ -190,7 +196,7 @@ def read_texts(
         config: from with_sources().
         engine, tokenizer: of the run.
         sources: from sources_of().
-        own: [own_windows(config), L] int64 text that the model wrote; None where no source is OWN_TEXT.
+        own: [own_windows(), L] int64 text that the model wrote; None where none is needed.
         calibration: whether to read the calibration text.
         domains: whether to read windows for comparisons.
 
@@ -229,7 +235,7 @@ class _Mix:
     @classmethod
     def of(cls, tokens: Tensor) -> _Mix:
         """Windows of one source."""
-        return cls(tokens, torch.zeros(len(tokens), dtype=torch.int64), (tokens[:0],))
+        return cls(tokens, torch.zeros(1, dtype=torch.int64).expand(len(tokens)), (tokens[:0],))
 
 
 @dataclass(frozen=True)
@@ -241,6 +247,16 @@ class _Reader:
     tokenizer: Any
     sources: Sources
     own: Tensor | None
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """The guards that are read. Without a tokenizer the default ones are not."""
+        return () if self.tokenizer is None and self.config.guard is None else self.config.guards
+
+    @property
+    def further(self) -> int:
+        """Windows of each domain, besides those of the calibration."""
+        return REPORTED + _choice(self.config, self.guards)
 
     def decided(self, read: Callable[..., _Mix], bos: bool | None, given: Any) -> tuple[_Mix, bool | None]:
         """What read(bos=) gives, and whether windows begin with BOS: if undecided, by the first window that it gives.
@@ -308,8 +324,8 @@ class _Reader:
         """Windows of one source for calibration, and further ones."""
         if name == OWN_TEXT:
             own = with_bos(self.own, self.tokenizer) if bos else self.own
-            return own[:count], own[count:]
-        return draw_windows(name, self.tokenizer, **self._settings(count), further=_further(self.config), bos=bos)
+            return own[:count], own[count : count + self.further]
+        return draw_windows(name, self.tokenizer, **self._settings(count), further=self.further, bos=bos)
 
     def _settings(self, count: int) -> dict:
         return {"nsamples": count, "seqlen": self.config.seqlen, "seed": self.config.seed}
@@ -319,8 +335,8 @@ class _Reader:
         names = [source.name for source in self.config.sources]
         found = [self._calibrated(mix, label, name) for label, name in enumerate(names)] if mix is not None else []
         read = [domain.source for domain in found]
-        for name in self.config.guards:
-            if name in read or (self.tokenizer is None and self.config.guard is None):
+        for name in self.guards:
+            if name in read:
                 continue
             try:
                 mix, bos = self.decided(partial(self._guard, name), bos, name)
@@ -335,7 +351,7 @@ class _Reader:
 
     def _guard(self, name: str, *, bos: bool) -> _Mix:
         check_length(self.engine.model, self.config.seqlen)
-        count = _further(self.config)
+        count = self.further
         if name == OWN_TEXT:
             return _Mix.of((with_bos(self.own, self.tokenizer) if bos else self.own)[-count:])
         return _Mix.of(guard_tokens(name, self.tokenizer, windows=count, seqlen=self.config.seqlen, bos=bos))
@@ -344,23 +360,18 @@ class _Reader:
         windows = mix.further[label]
         unread = len(windows) > 0
         if not unread:
-            windows = mix.tokens[mix.labels == label][-_further(self.config) :]
+            windows = mix.tokens[torch.nonzero(mix.labels == label).flatten()[-self.further :]]
         return self._domain(name, windows, calibrated=True, unread=unread)
 
     def _domain(self, name: str, windows: Tensor, *, calibrated: bool, unread: bool) -> Domain:
-        reported, choice = split_windows(windows, _choice(self.config))
-        return Domain(name, calibrated, name in self.config.guards, unread, reported, choice)
+        reported, choice = split_windows(windows, _choice(self.config, self.guards))
+        return Domain(name, calibrated, name in self.guards, unread, reported, choice)
 
 
-def _choice(config: PruneConfig) -> int:
+def _choice(config: PruneConfig, guards: Sequence[str]) -> int:
     """Windows of each domain on which the allocation is chosen."""
-    names = {source.name for source in config.sources} | set(config.guards)
+    names = {source.name for source in config.sources} | set(guards)
     return choice_windows(len(names)) if config.responds else 0
-
-
-def _further(config: PruneConfig) -> int:
-    """Windows of each domain, besides those of the calibration."""
-    return REPORTED + _choice(config)
 
 
 def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:

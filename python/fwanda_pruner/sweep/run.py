@@ -162,11 +162,10 @@ def _with_bos(config: PruneConfig, dense: dict) -> PruneConfig:
 
 def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict:
     """Prune the model by the config, and measure it."""
-    if shared.written != (written := (config.seqlen, config.seed, config.start_token)):
-        shared.written, shared.own = written, None
-    if shared.own is None:
-        largest = replace(config, method="fwanda", allocation="auto", pattern=None, sparsity=None)
-        shared.own = own_text(sweep.model, sweep.tokenizer, config=largest, progress=sweep.progress)
+    if shared.written != (written := _writing(config)):
+        same = [cell for cell in sweep.recipe.cells if _writing(cell) == written]
+        shared.own = own_text(sweep.model, sweep.tokenizer, configs=same, progress=sweep.progress)
+        shared.written = written
     shares = sweep.recipe.share_statistics and config.reads_statistics
     if shares and shared.calibration != _calibration(config):
         shared.statistics = collect(
@@ -220,8 +219,13 @@ def _calibration(config: PruneConfig) -> tuple[str, ...]:
     return tuple(map(str, config.select(*CALIBRATION).values()))
 
 
+def _writing(config: PruneConfig) -> tuple:
+    """The settings that the model's own text depends on, besides the number of its windows."""
+    return config.seqlen, config.seed, config.start_token
+
+
 def _text_names(config: PruneConfig) -> list[str]:
-    return [*(source.name for source in config.sources), *config.eval]
+    return [*(source.name for source in config.sources), *config.guards, *config.eval]
 
 
 def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
