@@ -55,12 +55,18 @@ def pack_mask(mask: Tensor) -> Tensor:
     sample=lambda i: (i.weight, _pack_mask(i.mask)),
 )
 def _masked_weight(weight: Tensor, packed: Tensor) -> Tensor:
-    return torch.where(_unpack(packed, weight.shape[1]), weight, 0).contiguous()
+    bits = _BITS[weight.element_size()]
+    return (weight.view(bits) & _spread(packed, weight.shape[1], bits)).view(weight.dtype).contiguous()
 
 
-def _unpack(packed: Tensor, cols: int) -> Tensor:
-    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (packed[:, :, None] >> bits & 1).flatten(1)[:, :cols].bool()
+_BITS = {2: torch.int16, 4: torch.int32}  # bytes of an element -> dtype of its bits
+
+
+def _spread(packed: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """[R, C] integers with all bits set where the weight is kept, 0 elsewhere. A table gives those of each byte."""
+    bytes_, columns = (torch.arange(n, dtype=dtype, device=packed.device) for n in (256, 8))
+    table = -(bytes_[:, None] >> columns & 1)
+    return table.index_select(0, packed.flatten().int()).view(len(packed), 8 * packed.shape[1])[:, :cols]
 
 
 def masked_weight(weight: Tensor, packed: Tensor) -> Tensor:
@@ -92,7 +98,7 @@ def masked_weight(weight: Tensor, packed: Tensor) -> Tensor:
 )
 def _removed_sums(gradient: Tensor, x: Tensor, weight: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
     gain = (gradient.T @ x).float().mul_(weight).neg_()
-    gain.masked_fill_(_unpack(packed, weight.shape[1]), 0)
+    gain.view(torch.int32).bitwise_and_(_spread(packed, weight.shape[1], torch.int32).bitwise_not())
     return gain.sum(1, dtype=torch.float64), gain.sum(0, dtype=torch.float64)
 
 
