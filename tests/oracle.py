@@ -223,6 +223,66 @@ def global_keep(scores: list[Tensor], total: int) -> list[Tensor]:
     return [k.view(s.shape) for k, s in zip(keep.split([s.numel() for s in scores]), scores, strict=True)]
 
 
+def packed(mask: Tensor) -> Tensor:
+    """[R, C] bool -> [R, ceil(C / 8)] uint8: bit j % 8 of byte j // 8 is column j."""
+    bits = nn.functional.pad(mask.int(), (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8))
+    return (bits * 2 ** torch.arange(8)).sum(2).to(torch.uint8)
+
+
+def unpacked(bits: Tensor, cols: int) -> Tensor:
+    """The inverse of packed(): [R, cols] bool."""
+    return torch.stack([bits[:, j // 8] >> (j % 8) & 1 for j in range(cols)], 1).bool()
+
+
+# The response
+
+
+def moved_scales(
+    rows: dict[str, Tensor],
+    columns: dict[str, Tensor],
+    squares: dict[str, Tensor],
+    passes: list[dict[str, Tensor]],
+    step: float,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Scales of rows [R] and columns [C] of each matrix after a round, in float64.
+
+    A matrix, row or column is measured by the sum of gains over all passes, and predicted by its sum of squares. The
+    scales move by a power of measured / predicted: 0.15 step for the matrix, 0.05 step for a line in its matrix.
+
+    Args:
+        rows, columns: name -> scales.
+        squares: name -> [R, C] squared scores of the removed weights, 0 elsewhere.
+        passes: gains() of each backward pass.
+        step: share of the steps of the first round.
+    """
+    matrices = {name: float(sum(gained[name].sum() for gained in passes) / squares[name].sum()) for name in squares}
+    positive = sorted(ratio for ratio in matrices.values() if ratio > 0)
+    middle = positive[(len(positive) - 1) // 2]
+    new_rows, new_columns = {}, {}
+    for name, square in squares.items():
+        own = min(max(matrices[name] / middle, 1 / 5), 5) ** (0.15 * step)
+        lines = []
+        for axis in (1, 0):
+            sums = torch.stack([gained[name].sum(axis) for gained in passes])
+            ratios = _shrunk_ratios(matrices[name] * square.double().sum(axis), sums)
+            lines.append(ratios.clamp(0.1, 10) ** (0.05 * step))
+        new_rows[name] = rows[name].double() * own * lines[0]
+        new_columns[name] = columns[name].double() * lines[1]
+    return new_rows, new_columns
+
+
+def _shrunk_ratios(expected: Tensor, sums: Tensor) -> Tensor:
+    """Measured / expected of each line, from sums [passes, lines], shrunk towards 1 by the variance of the measured."""
+    measured = sums.sum(0)
+    if measured.sum() <= 0:
+        return torch.ones_like(expected)
+    noise = sums.var(0) * len(sums)
+    spread = ((measured - expected).square() - noise).sum() / expected.square().sum()
+    signal = max(float(spread), 0.0) * expected.square()
+    shrunk = 1 + (measured / expected - 1) * signal / (signal + noise)
+    return torch.where(signal > 0, shrunk, 1)
+
+
 # SparseGPT and F-SparseGPT
 
 

@@ -1,5 +1,6 @@
 """`--allocation response`: what the loss of the pruned model says, and the scales that follow it."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,15 +11,19 @@ import torch
 
 import fwanda_pruner
 from fwanda_pruner import PruneConfig
+from fwanda_pruner.allocate import response as response_module
 from fwanda_pruner.allocate.budgets import ScoreScales, global_scales, keep_total
-from fwanda_pruner.allocate.masks import MaskBits, masks_of, select_once
-from fwanda_pruner.allocate.response import LineSums, Round, move_scales, respond
+from fwanda_pruner.allocate.judge import Judge
+from fwanda_pruner.allocate.masks import masks_of, pack
+from fwanda_pruner.allocate.response import LineSums, Round, move_scales, respond, round_count
+from fwanda_pruner.allocate.search import wanda_config
 from fwanda_pruner.engine.loop import PassRecord, PassSettings
 from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.engine.resume import NoSteps
 from fwanda_pruner.measure.removed import RemovedWeightSums
-from fwanda_pruner.measure.statistics import Statistics, measure_statistics
+from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.text.domains import Domain
 
 TOKENS, HELD_OUT = tiny.tokens(12, 16), tiny.tokens(4, 16, seed=9)
 CONFIG = PruneConfig(method="fwanda", allocation="response", sparsity="0.6").resolved()
@@ -47,16 +52,18 @@ class Recorder(ResidentEngine):
 
 
 class Kept:
-    """Steps in memory."""
+    """Steps in memory; an interruption comes after step `last`."""
 
-    def __init__(self, *states: Round):
-        self.states = dict(enumerate(states))
+    def __init__(self, *states: Round, last: int | None = None):
+        self.states, self._last = dict(enumerate(states)), last
 
     def load(self, index):
         return self.states.get(index)
 
     def save(self, index, state):
         self.states[index] = state
+        if index == self._last:
+            raise KeyboardInterrupt
 
 
 def prepared(family: str = "mistral", settings: PassSettings | None = None, kind=ResidentEngine):
@@ -71,13 +78,25 @@ def prepared(family: str = "mistral", settings: PassSettings | None = None, kind
     return engine, statistics, ScoreScales(start.rows, columns)
 
 
-def response(engine, statistics, *, tokens=TOKENS, held_out=HELD_OUT, loss=math.inf, rounds=None):
-    return respond(engine, tokens, held_out, statistics, CONFIG, loss, rounds=rounds or NoSteps())
+def judge_of(engine, statistics, **windows) -> Judge:
+    """A judge on windows by the name of their domain; the default is one domain. None of them is a guard."""
+    domains = [Domain(name, True, False, True, ids[:0], ids) for name, ids in (windows or {"text": HELD_OUT}).items()]
+    return Judge(engine, domains, masks_of(wanda_config(CONFIG), engine, statistics))
+
+
+def response(engine, statistics, *, tokens=TOKENS, loss=math.inf, rounds=None, config=CONFIG):
+    judge = judge_of(engine, statistics)
+    return respond(engine, tokens, judge, statistics, config, {"text": loss}, rounds=rounds or NoSteps())
+
+
+def kept(engine, masks) -> dict[str, torch.Tensor]:
+    """name -> [R, C] bool: the masks of the dense weights."""
+    return {t.name: oracle.unpacked(pack(engine, masks).packed[t.name], t.shape[1]) for t in engine.targets}
 
 
 def removed_sums(engine, masks, settings=None) -> dict[str, torch.Tensor]:
     """What the loss of the pruned model says of TOKENS."""
-    sums = RemovedWeightSums(engine.targets, masks)
+    sums = RemovedWeightSums(engine.targets, pack(engine, masks).packed)
     engine.measure(TOKENS, sums, backward=True, settings=settings)
     return sums.tensors()
 
@@ -85,6 +104,31 @@ def removed_sums(engine, masks, settings=None) -> dict[str, torch.Tensor]:
 def equal(one: ScoreScales, other: ScoreScales) -> bool:
     pairs = zip(one.tensors().items(), other.tensors().items(), strict=True)
     return all(name == same and torch.equal(a, b) for (name, a), (same, b) in pairs)
+
+
+@pytest.fixture
+def all_rounds(monkeypatch):
+    """As many rounds as in use; the other tests run two."""
+    monkeypatch.setattr(response_module, "round_count", round_count)
+
+
+class Scripted(ResidentEngine):
+    """Gives the losses of a script, one for each call: of the dense model, of Wanda's masks, of each judged round.
+
+    Attributes:
+        script: how the losses are found.
+        judged: the masks of each call.
+    """
+
+    script = itertools.count()
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.judged: list = []
+
+    def window_losses(self, tokens, masks=None, **_):
+        self.judged.append(masks)
+        return torch.full((len(tokens),), float(next(self.script)), dtype=torch.float64)
 
 
 # What is measured
@@ -97,7 +141,7 @@ def test_the_sums_are_the_derivatives_of_the_pruned_model(family, settings):
     masks = masks_of(CONFIG, engine, statistics, scales)
     dense = {t.name: t.weight.clone() for t in engine.targets}
     sums = removed_sums(engine, masks, settings)
-    expected = oracle.gains(engine.model, TOKENS, {name: masks[name](weight) for name, weight in dense.items()})
+    expected = oracle.gains(engine.model, TOKENS, kept(engine, masks))
     for target in engine.targets:
         name, gains = target.name, expected[target.name]
         size = float(gains.abs().sum())
@@ -112,7 +156,7 @@ def test_the_squares_are_those_of_each_pass():
     engine, statistics, scales = prepared()
     masks = masks_of(CONFIG, engine, statistics, scales)
     sums = removed_sums(engine, masks, PassSettings(6))
-    keep = {t.name: masks[t.name](t.weight) for t in engine.targets}
+    keep = kept(engine, masks)
     passes = [oracle.gains(engine.model, windows, keep) for windows in TOKENS.split(6)]
     for name in keep:
         for key, axis in (("row_squares", 1), ("column_squares", 0)):
@@ -138,125 +182,167 @@ def test_sums_begin_anew_where_memory_runs_out():
     assert sums.keys() == expected.keys() and all(torch.equal(sums[name], expected[name]) for name in sums)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (4, 16)])
-def test_masks_as_bits_are_the_same_masks(shape):
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.5
-    found = MaskBits(mask)()
-    assert torch.equal(found, mask) and found.dtype == torch.bool
-
-
-def test_masks_selected_once_are_those_of_the_weights_then():
+def test_the_model_is_dense_after_an_error_in_a_backward_pass():
     engine, statistics, scales = prepared()
     masks = masks_of(CONFIG, engine, statistics, scales)
-    expected = {t.name: masks[t.name](t.weight) for t in engine.targets}
-    selected = select_once(engine, masks)
-    for target in engine.targets:
-        target.weight.zero_()
-        assert torch.equal(selected[target.name](target.weight), expected[target.name])
+    dense = {name: weight.clone() for name, weight in engine.model.state_dict().items()}
 
+    def fail(*_):
+        raise RuntimeError("broken")
 
-def test_columns_left_over_by_a_pattern_stay():
-    model = tiny.build("mistral")
-    target = find_targets(model)[0][0]
-    rows, cols = target.weight.shape
-    target.module.weight = torch.nn.Parameter(torch.randn(rows, cols - 2), requires_grad=False)
-    statistics = Statistics(x2={target.name: torch.rand(cols - 2)}, n_tokens={target.name: 5})
-    config = PruneConfig(method="wanda", pattern="2:4", nm_tail="dense").resolved()
-    mask = masks_of(config, ResidentEngine(model, [target]), statistics)[target.name](target.weight)
-    assert bool(mask[:, -2:].all()) and bool((mask[:, :-2].unflatten(1, (-1, 4)).sum(2) == 2).all())
+    handle = engine.targets[0].module.register_full_backward_hook(fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        removed_sums(engine, masks)
+    handle.remove()
+    assert all(torch.equal(weight, dense[name]) for name, weight in engine.model.state_dict().items())
+    assert all("forward" not in vars(target.module) for target in engine.targets)
 
 
 # Rounds
 
 
-def expected_scales(engine, statistics, scales) -> ScoreScales:
-    """A round restated: the squared scores of the removed weights, what the loss says of them, and a step."""
-    masks = masks_of(CONFIG, engine, statistics, scales)
-    sums = removed_sums(engine, masks, PassSettings(1, compile="off"))
-    found = {}
+def restated_round(engine, statistics, scales, step: float) -> dict[str, torch.Tensor]:
+    """A round in float64, from weight gradients that are formed as a whole, one for each window."""
+    keep, squares = kept(engine, masks_of(CONFIG, engine, statistics, scales)), {}
     for target in engine.targets:
         name = target.name
-        scores = target.weight.abs() * statistics.layer(name).norm * scales.columns[name] * scales.rows[name][:, None]
-        squares = scores.square().masked_fill(masks[name](target.weight), 0).double()
-        found[name] = tuple(
-            LineSums(squares.sum(axis), sums[f"{name}.{line}s"], sums[f"{name}.{line}_squares"], len(TOKENS))
-            for line, axis in (("row", 1), ("column", 0))
-        )
-    return move_scales(scales, found)
+        scores = target.weight.double().abs() * statistics.layer(name).norm * scales.columns[name]
+        squares[name] = (scores * scales.rows[name][:, None]).square().masked_fill(keep[name], 0)
+    passes = [oracle.gains(engine.model, window[None], keep) for window in TOKENS]
+    rows, columns = oracle.moved_scales(scales.rows, scales.columns, squares, passes, step)
+    return ScoreScales(rows, columns).tensors()
+
+
+def assert_scales(found: ScoreScales, expected: dict[str, torch.Tensor], before: ScoreScales, step: float):
+    """Compares what a round multiplied the scales by, in the logarithm and in steps of the first round."""
+    moved = 0.0
+    for name, tensor in found.tensors().items():
+        start = before.tensors()[name].double()
+        ways = [torch.log(scales.double() / start) / step for scales in (tensor, expected[name])]
+        torch.testing.assert_close(*ways, rtol=0, atol=2e-4, msg=name)
+        moved = max(moved, float(ways[1].abs().max()))
+    assert moved > 0.05
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_a_round_compares_the_squared_scores_of_removed_weights_with_what_the_loss_says(family):
     engine, statistics, scales = prepared(family)
-    rounds = Kept(Round(scales, 3.0, 1, "auto"))
+    rounds = Kept(Round(scales, None, 1, "auto"))
     response(engine, statistics, rounds=rounds)
-    expected = expected_scales(engine, statistics, scales).tensors()
-    found, before = rounds.states[1].scales.tensors(), scales.tensors()
-    for name in expected:
-        assert torch.allclose(found[name], expected[name], rtol=1e-5), name
-    assert sum(not torch.equal(found[name], before[name]) for name in found) > len(found) / 2
+    assert_scales(rounds.states[1].scales, restated_round(engine, statistics, scales, 0.3), scales, 0.3)
 
 
-def test_the_loss_of_a_round_is_that_of_its_masks_on_held_out_text():
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"sparsity": "0.3"}, 8),
+        ({"sparsity": "0.5"}, 8),
+        ({"sparsity": "0.51"}, 16),
+        ({"sparsity": "0.7"}, 16),
+        ({"sparsity": None, "pattern": "2:4"}, 16),
+        ({"sparsity": None, "pattern": "3:4"}, 16),
+    ],
+    ids=str,
+)
+def test_more_rounds_run_where_more_is_removed_and_under_a_pattern(settings, count, all_rounds):
+    engine, statistics, scales = prepared(kind=Scripted)
+    rounds = Kept(*[Round(scales, None, 1, "auto")] * (count - 1))
+    response(engine, statistics, rounds=rounds, config=replace(CONFIG, **settings))
+    assert sorted(rounds.states) == list(range(count))
+
+
+@pytest.mark.parametrize(("sparsity", "count"), [("0.5", 8), ("0.6", 16)])
+def test_steps_shrink_linearly_to_three_tenths_of_the_first(sparsity, count, all_rounds):
+    """All rounds that are compared go on from the same scales and read the same windows."""
+    config, ways = replace(CONFIG, sparsity=sparsity), []
+    for index in (0, 1, count - 1):
+        engine, statistics, _ = prepared(kind=Scripted)
+        start = global_scales(config, engine, statistics)
+        rounds = Kept(*[Round(start, None, 1, "auto")] * index, last=index)
+        with pytest.raises(KeyboardInterrupt):
+            response(engine, statistics, rounds=rounds, config=config)
+        pairs = zip(rounds.states[index].scales.tensors().values(), start.tensors().values(), strict=True)
+        ways.append(torch.cat([torch.log(moved / before) for moved, before in pairs]))
+    assert float(ways[0].abs().max()) > 0.01
+    torch.testing.assert_close(ways[1], ways[0] * (1 - 0.7 / (count - 1)), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(ways[2], ways[0] * 0.3, rtol=1e-3, atol=1e-6)
+
+
+def test_the_loss_of_a_round_is_that_of_its_masks_in_each_domain():
     engine, statistics, _ = prepared()
+    domains = {"prose": HELD_OUT, "code": tiny.tokens(2, 16, seed=8)}
     rounds = Kept()
-    _, losses = response(engine, statistics, rounds=rounds)
-    for index, (name, loss) in enumerate(losses.items()):
-        masks = masks_of(CONFIG, engine, statistics, rounds.states[index].scales)
-        assert name == f"round {index + 1}" and loss == engine.mean_loss(HELD_OUT, masks)
-    assert len(losses) == 2
+    judge = judge_of(engine, statistics, **domains)
+    _, losses = respond(engine, TOKENS, judge, statistics, CONFIG, dict.fromkeys(domains, math.inf), rounds=rounds)
+    masks = masks_of(CONFIG, engine, statistics, rounds.states[1].scales)
+    means = {name: float(engine.window_losses(ids, masks).mean()) for name, ids in domains.items()}
+    assert losses == {"round 2": pytest.approx(means)} and rounds.states[1].losses == losses["round 2"]
 
 
-def test_the_best_round_on_held_out_text_is_taken():
-    class Scripted(ResidentEngine):
-        losses = iter([1.0, 2.0])
-
-        def mean_loss(self, tokens, masks=None):
-            return next(self.losses)
-
+def test_every_second_round_is_judged_and_the_best_of_those_is_taken(all_rounds):
     engine, statistics, _ = prepared(kind=Scripted)
+    engine.script = iter([0.5, 9.0, 3.0, 1.0, 2.0, 1.5])
     rounds = Kept()
-    scales, losses = response(engine, statistics, loss=3.0, rounds=rounds)
-    assert losses == {"round 1": 1.0, "round 2": 2.0}
-    assert equal(scales, rounds.states[0].scales) and not equal(scales, rounds.states[1].scales)
-    start = global_scales(CONFIG, engine, statistics)
-    assert equal(scales, expected_scales(engine, statistics, start))
+    config = replace(CONFIG, sparsity="0.5")
+    scales, losses = response(engine, statistics, loss=3.5, rounds=rounds, config=config)
+    assert losses == {f"round {i}": {"text": loss} for i, loss in ((2, 3.0), (4, 1.0), (6, 2.0), (8, 1.5))}
+    assert [state.losses is not None for state in rounds.states.values()] == [False, True] * 4
+    assert equal(scales, rounds.states[3].scales)
+    assert not any(equal(scales, rounds.states[i].scales) for i in rounds.states if i != 3)
+    judged = [rounds.states[i].masks for i in (1, 3, 5, 7)]
+    assert all(a is b for a, b in zip(engine.judged[2:], judged, strict=True))
 
 
 def test_rounds_that_are_all_worse_than_the_start_give_no_scales():
     engine, statistics, _ = prepared()
     scales, losses = response(engine, statistics, loss=0.0)
-    assert scales is None and list(losses) == ["round 1", "round 2"]
+    assert scales is None and list(losses) == ["round 2"]
 
 
-def test_finished_rounds_are_not_measured_again():
-    engine, statistics, _ = prepared()
-    rounds = Kept()
-    scales, losses = response(engine, statistics, rounds=rounds)
+def test_a_round_that_is_as_good_as_the_start_is_not_taken():
+    engine, statistics, _ = prepared(kind=Scripted)
+    engine.script = iter([0.5, 9.0, 2.0])
+    assert response(engine, statistics, loss=2.0)[0] is None
+
+
+def from_file(states: dict[int, Round], count: int) -> list[Round]:
+    """The first rounds as a file gives them back: without masks."""
+    return [replace(states[index], masks=None) for index in range(count)]
+
+
+@pytest.mark.fault("long run dies")
+@pytest.mark.parametrize("count", range(9))
+def test_an_unfinished_search_goes_on_with_the_same_scales(count, all_rounds):
+    engine, statistics, _ = prepared(kind=Recorder)
+    config = replace(CONFIG, sparsity="0.5")
+    rounds, half = Kept(), tiny.tokens(18, 16)
+    scales, losses = response(engine, statistics, tokens=half, rounds=rounds, config=config)
     again, _, _ = prepared(kind=Recorder)
-    for count, measured in ((2, 0), (1, 1)):
-        first = [replace(rounds.states[index], masks=None) for index in range(count)]  # as a file gives it back
-        again.windows.clear()
-        found, same = response(again, statistics, rounds=Kept(*first))
-        assert len(again.windows) == measured and (count == 1 or (same == losses and equal(found, scales)))
-
-
-def test_an_interrupted_search_finds_the_same_scales():
-    engine, statistics, _ = prepared()
-    rounds = Kept()
-    scales, losses = response(engine, statistics, rounds=rounds)
-    found, same = response(engine, statistics, rounds=Kept(replace(rounds.states[0], masks=None)))
-    assert same == losses and equal(found, scales)
+    resumed = Kept(*from_file(rounds.states, count))
+    found, same = response(again, statistics, tokens=half, rounds=resumed, config=config)
+    assert len(again.windows) == 8 - count and same == losses and equal(found, scales)
+    for index, state in rounds.states.items():
+        assert equal(resumed.states[index].scales, state.scales) and resumed.states[index].losses == state.losses
 
 
 def test_each_round_takes_the_next_windows():
-    """32,768 tokens are 2,048 windows of 16."""
+    """16,384 tokens are 1,024 windows of 16."""
     engine, statistics, _ = prepared(kind=Recorder)
-    tokens = tiny.tokens(3000, 16)
+    tokens = tiny.tokens(1500, 16)
     response(engine, statistics, tokens=tokens)
     first, second = engine.windows
-    assert torch.equal(first, tokens[:2048])
-    assert torch.equal(second, torch.cat([tokens[2048:], tokens[: 2 * 2048 - 3000]]))
+    assert torch.equal(first, tokens[:1024])
+    assert torch.equal(second, torch.cat([tokens[1024:], tokens[: 2 * 1024 - 1500]]))
+
+
+@pytest.mark.parametrize(("length", "windows"), [(16384, 1), (16385, 1), (10000, 2), (20, 820)])
+def test_a_round_has_at_least_16384_tokens_where_there_are_as_many(length, windows):
+    engine, statistics, _ = prepared(kind=Recorder)
+    engine.measures = False
+    tokens = torch.full((1, 1), 5).expand(900, length)
+    with pytest.warns(UserWarning, match="the response ends after 0 rounds"):
+        response(engine, statistics, tokens=tokens)
+    assert engine.windows[0].shape == (windows, length)
 
 
 # How the windows of a round run
@@ -318,8 +404,9 @@ def test_counts_are_exact(family, method):
     weights = [t.weight for t in find_targets(model)[0]]
     size = sum(w.numel() for w in weights)
     assert sum(int((w != 0).sum()) for w in weights) == keep_total(size, CONFIG.removed)
-    losses = report.config["chosen"]["losses"]
-    assert losses[report.config["chosen"]["name"]] == min(losses.values()) and "round 2" in losses
+    chosen = report.config["chosen"]
+    tried = {name: losses["tokens"] for name, losses in chosen["losses"].items() if name not in ("dense", "wanda")}
+    assert chosen["name"] == min(tried, key=tried.get) and tried.keys() == {chosen["start"], "round 2"}
 
 
 def test_under_a_pattern_the_columns_decide():
@@ -339,10 +426,11 @@ def test_the_mask_of_a_run_is_that_of_its_scales(method):
     config = replace(CONFIG, method=method)
     report = fwanda_pruner.prune(model, config=config, calibration=TOKENS, statistics=statistics, progress=False)
     assert report.omega_floored_rows is None  # the scales are not omega
-    scales, _ = response(engine, statistics, held_out=TOKENS[-8:])
-    masks = masks_of(CONFIG, engine, statistics, scales)
-    for target, pruned in zip(engine.targets, find_targets(model)[0], strict=True):
-        assert torch.equal(pruned.weight != 0, masks[target.name](target.weight))
+    assert report.config["chosen"]["name"] == "round 2"
+    scales, _ = response(engine, statistics)
+    keep = kept(engine, masks_of(CONFIG, engine, statistics, scales))
+    for target in find_targets(model)[0]:
+        assert torch.equal(target.weight != 0, keep[target.name])
 
 
 @pytest.mark.parametrize("allocation", ["response", "auto"])
