@@ -15,7 +15,7 @@ from fwanda_pruner.allocate import response as response_module
 from fwanda_pruner.allocate.budgets import ScoreScales, global_scales, keep_total
 from fwanda_pruner.allocate.judge import Judge
 from fwanda_pruner.allocate.masks import masks_of, pack
-from fwanda_pruner.allocate.response import LineSums, Round, move_scales, respond, round_count
+from fwanda_pruner.allocate.response import Round, respond, round_count
 from fwanda_pruner.allocate.search import wanda_config
 from fwanda_pruner.engine.loop import PassRecord, PassSettings
 from fwanda_pruner.engine.resident import ResidentEngine
