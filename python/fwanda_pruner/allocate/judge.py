@@ -10,16 +10,23 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.masks_in_passing import Masks
+from ..engine.prefix import SharedPrefix
 from ..text.domains import Domain
 
 Losses = Mapping[str, float]
 """Source of a domain -> mean next-token loss in nats; inf where it is not finite."""
 
 
-def domain_losses(engine: Engine, windows: Mapping[str, Tensor], masks: Masks | None = None) -> Losses:
-    """Losses of the windows [S, L] of each domain, under masks; None: with the weights as they are."""
+def domain_losses(
+    engine: Engine, windows: Mapping[str, Tensor], masks: Masks | None = None, *, prefix: SharedPrefix | None = None
+) -> Losses:
+    """Losses of the windows [S, L] of each domain, under masks; None: with the weights as they are.
+
+    Args:
+        prefix: as Engine.window_losses().
+    """
     sizes = [len(tokens) for tokens in windows.values()]
-    losses = engine.window_losses(torch.cat(list(windows.values())), masks)
+    losses = engine.window_losses(torch.cat(list(windows.values())), masks, prefix=prefix)
     means = [float(part.mean()) for part in losses.split(sizes)]
     return {name: mean if math.isfinite(mean) else math.inf for name, mean in zip(windows, means, strict=True)}
 
@@ -37,7 +44,7 @@ class Judge:
     """
 
     def __init__(self, engine: Engine, domains: Sequence[Domain], wanda: Masks):
-        self._engine = engine
+        self._engine, self._prefix = engine, engine.shared_prefix()
         self._windows = {domain.source: domain.choice for domain in domains}
         self._guards = [domain.source for domain in domains if domain.guard]
         self.dense = self.losses(None)
@@ -45,7 +52,7 @@ class Judge:
 
     def losses(self, masks: Masks | None) -> Losses:
         """Loss of each domain under masks; None: with the weights as they are."""
-        return domain_losses(self._engine, self._windows, masks)
+        return domain_losses(self._engine, self._windows, masks, prefix=self._prefix)
 
     def increase(self, losses: Losses) -> float:
         """The mean over the domains of the loss above that of the dense model, in nats; inf where it is not finite."""

@@ -8,6 +8,7 @@ walk.py              windows through one decoder block after the other
 losses.py            the next-token loss, in slices
 sums.py              Sums: what adds up while windows run
 masks_in_passing.py  masks that apply only while a block runs
+prefix.py            the blocks before the first target, run once for several masks
 compile_blocks.py    blocks under torch.compile
 attention.py, device.py, memory.py   attention kernels; mode, limits and determinism; free memory
 all_weights.py       facts about all weights, gathered block by block

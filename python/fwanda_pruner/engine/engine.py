@@ -13,6 +13,7 @@ from ..config import PruneConfig
 from ..model.targets import Target
 from .loop import PassRecord, PassSettings
 from .masks_in_passing import Masks
+from .prefix import SharedPrefix
 from .resident import Block, ResidentEngine
 from .resume import Unfinished
 from .sums import Sums
@@ -68,7 +69,10 @@ class Engine(Protocol):
         first_target: int = 1,
         settings: PassSettings | None = None,
         label: str | None = None,
+        prefix: SharedPrefix | None = None,
     ) -> Tensor: ...
+
+    def shared_prefix(self) -> SharedPrefix: ...
 
     def walk(self, tokens: Tensor) -> AbstractContextManager[BlockWalk]: ...
 

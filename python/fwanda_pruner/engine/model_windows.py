@@ -14,6 +14,7 @@ from .attention import fast_attention, single_sequences
 from .compile_blocks import norms_beside
 from .device import model_device
 from .losses import backward_of_summed_loss, find_decoder, summed_losses
+from .prefix import SharedPrefix
 from .sums import Sums
 
 _BUSY = 1 << 23  # activations [tokens, hidden size] that keep a large GPU busy
@@ -33,6 +34,7 @@ class ModelWindows:
         add_losses: if given, only the forward pass runs, and this is called with the summed losses of its windows, [B]
             fp64.
         first_target: position of the first token whose loss counts.
+        prefix: of the blocks that earlier passes over the same windows may have run; None: all blocks run.
     """
 
     restartable = True
@@ -46,10 +48,12 @@ class ModelWindows:
         label_seed: int | None = None,
         add_losses: Callable[[Tensor], None] | None = None,
         first_target: int = 1,
+        prefix: SharedPrefix | None = None,
     ):
         self._model, self._tokens = model, tokens
         self._add_losses, self._first_target = add_losses, first_target
         self._label_seed, self._generator = label_seed, None
+        self._prefix = prefix or SharedPrefix(())
         self.backward = backward
         self.device = model_device(model)
         self.count, self.length = tokens.shape
@@ -70,7 +74,9 @@ class ModelWindows:
         if self.backward:
             backward_of_summed_loss(self._model, self._decoder, ids, self._generator)
         elif self._add_losses is not None:
-            self._add_losses(summed_losses(self._model, self._decoder, ids, first_target=self._first_target))
+            with self._prefix.over(start, size):
+                losses = summed_losses(self._model, self._decoder, ids, first_target=self._first_target)
+            self._add_losses(losses)
         else:
             self._decoder(input_ids=ids, use_cache=False)
 

@@ -16,6 +16,7 @@ from .device import model_device
 from .loop import PassRecord, PassSettings, run_windows
 from .masks_in_passing import Masks, masked_blocks
 from .model_windows import ModelWindows, WindowLosses
+from .prefix import SharedPrefix
 from .resume import Unfinished
 from .sums import Sums
 from .walk import BlockWalk
@@ -120,6 +121,7 @@ class ResidentEngine:
         first_target: int = 1,
         settings: PassSettings | None = None,
         label: str | None = None,
+        prefix: SharedPrefix | None = None,
     ) -> Tensor:
         """Mean next-token loss of each window in nats: [S] fp64 on the CPU; nan or inf where a logit is.
 
@@ -129,19 +131,24 @@ class ResidentEngine:
             first_target: position of the first token that is predicted.
             settings: how the windows run; None: 16,384 tokens at a time.
             label: title of the progress bar; None shows none.
+            prefix: from shared_prefix(), where it served only calls with the same tokens; None: all blocks run.
 
         Raises:
             UserError: the memory does not suffice.
         """
         settings = settings or PassSettings(max(1, _LOSS_TOKENS // tokens.shape[1]), compile="off")
         losses = WindowLosses()
-        windows = ModelWindows(self.model, tokens, add_losses=losses.add, first_target=first_target)
+        windows = ModelWindows(self.model, tokens, add_losses=losses.add, first_target=first_target, prefix=prefix)
         with ExitStack() as stack:
             if masks is not None:
                 stack.enter_context(self._split_experts())
                 stack.enter_context(masked_blocks(self._blocks, self.targets, masks))
             run_windows(windows, losses, settings, label=self._shown(label))
         return losses.tensors()["losses"].cpu() / (tokens.shape[1] - first_target)
+
+    def shared_prefix(self) -> SharedPrefix:
+        """For several calls of window_losses() with the same tokens: the blocks before the first target run once."""
+        return SharedPrefix(self._blocks[: min((target.block for target in self.targets), default=0)])
 
     @contextmanager
     def walk(self, tokens: Tensor) -> Iterator[BlockWalk]:
