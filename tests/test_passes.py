@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaForCausalLM
 
 import fwanda_pruner
+from fwanda_pruner.engine.model_windows import ModelWindows
 from fwanda_pruner.errors import UserError
 
 SAMPLES, LENGTH = 7, 24
@@ -60,6 +61,13 @@ def test_a_micro_batch_is_that_many_windows_and_the_last_one_what_is_left():
     with measuring.input_sizes(model.get_input_embeddings()) as sizes:
         measure(model, tiny.tokens(SAMPLES, LENGTH), micro_batch=3)
     assert sizes == [3, 3, 1]
+
+
+def test_a_forward_pass_alone_takes_four_times_the_windows():
+    """On a GPU: 2^23 activations [tokens, hidden size] keep it busy, and without a backward pass few are held."""
+    model, tokens = tiny.llama(), tiny.tokens(1, 1024)
+    sizes = [ModelWindows(model, tokens, backward=backward).busy_windows for backward in (True, False)]
+    assert sizes == [256, 1024] == [n >> 15 for n in (1 << 23, 1 << 25)]
 
 
 # Short memory
