@@ -27,4 +27,4 @@ def backend(request):
 def few_rounds(monkeypatch):
     """Two rounds of the response allocation, for tests that do not ask how good they are."""
     if (respond := sys.modules.get("fwanda_pruner.allocate.response")) is not None:
-        monkeypatch.setattr(respond, "ROUNDS", 2)
+        monkeypatch.setattr(respond, "round_count", lambda _config: 2)

@@ -11,8 +11,9 @@ from measuring import engine_of
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, Statistics, UserError
 from fwanda_pruner.cli import main
-from fwanda_pruner.run import texts
-from fwanda_pruner.run.texts import read_texts, sources_of, with_sources
+from fwanda_pruner.run import read_texts as reading
+from fwanda_pruner.run.read_texts import read_texts
+from fwanda_pruner.run.texts import Texts, sources_of, with_sources
 from fwanda_pruner.source_shares import counts_of, interleaved
 from fwanda_pruner.text.windows import calibration_tokens, draw_windows, guard_tokens, tokens_sha256
 
@@ -29,7 +30,7 @@ def files(tmp_path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def read(calibration, *, domains=True, own=None, bos="none", model=None, eval=None, **settings) -> texts.Texts:
+def read(calibration, *, domains=True, own=None, bos="none", model=None, eval=None, **settings) -> Texts:
     """What a run reads."""
     settings = {"nsamples": 20, "seqlen": LENGTH, "guard": "none", "bos": bos, **settings}
     config = with_sources(PruneConfig(calibration=calibration, **settings), None, eval, None)
@@ -135,7 +136,7 @@ def test_the_first_text_decides_about_bos_once_for_all(lowers, files, monkeypatc
         asked.append(window)
         return lowers
 
-    monkeypatch.setattr(texts, "choose_bos", choose)
+    monkeypatch.setattr(reading, "choose_bos", choose)
     found = read(tuple(files[:2]), bos="auto", guard=files[2], eval=[files[2]])
     assert len(asked) == 1 and found.bos == lowers
     windows = [found.calibration, *found.evaluation.values(), *(domain.reported for domain in found.domains)]
@@ -145,7 +146,7 @@ def test_the_first_text_decides_about_bos_once_for_all(lowers, files, monkeypatc
 
 
 def test_where_the_settings_decide_nothing_is_asked(files, monkeypatch):
-    monkeypatch.setattr(texts, "choose_bos", None)
+    monkeypatch.setattr(reading, "choose_bos", None)
     assert read(files[0], bos="window", guard=files[1]).bos is True
     assert read(files[0], bos="none", guard=files[1]).bos is False
 
@@ -200,7 +201,7 @@ def test_own_text_gets_bos_where_the_others_have_it(files):
 )
 def test_a_model_writes_as_many_windows_as_are_read(settings, reads, windows):
     config = PruneConfig(nsamples=20, **settings).resolved()
-    assert texts.own_windows(config, calibration=reads[0], domains=reads[1]) == windows
+    assert reading.own_windows(config, calibration=reads[0], domains=reads[1]) == windows
 
 
 # Guards

@@ -28,9 +28,10 @@ from ..report.record import MatrixRow, Report, versions
 from ..text.windows import tokens_sha256
 from . import stages
 from .energy import EnergyMeter
+from .read_texts import own_windows, read_texts
 from .stage import Stages
 from .state import RunState
-from .texts import Texts, own_windows, protocol, read_texts, sources_of, with_sources
+from .texts import Texts, protocol, sources_of, with_sources
 
 
 def prune(

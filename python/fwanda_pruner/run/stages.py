@@ -34,9 +34,10 @@ from ..text.own_text import sample_tokens, start_token_of
 from ..text.windows import tokens_sha256
 from . import codecs
 from .energy import EnergyMeter
+from .read_texts import own_windows, read_texts
 from .stage import StageName, Stages
 from .state import RunState
-from .texts import Sources, Texts, own_windows, read_texts
+from .texts import Sources, Texts
 
 
 def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None) -> None:

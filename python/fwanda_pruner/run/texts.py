@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..config import PruneConfig
-from ..engine.engine import Engine
 from ..errors import UserError
-from ..evaluate.perplexity import check_tokens, choose_bos
 from ..measure.statistics import Statistics
-from ..model.targets import check_length
-from ..source_shares import OWN_TEXT, counts_of, interleaved, parse_sources
-from ..text.domains import REPORTED, Domain, choice_windows, split_windows
+from ..source_shares import parse_sources
+from ..text.domains import Domain
 from ..text.sources import file_sha256
-from ..text.windows import (
-    calibration_tokens,
-    draw_windows,
-    evaluation_tokens,
-    guard_tokens,
-    tokens_sha256,
-    warn_if_few,
-    with_bos,
-)
+from ..text.windows import tokens_sha256
 
-_TOKENS = "tokens"  # the source of text that was given as token ids
+TOKENS = "tokens"  # the source of text that was given as token ids
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
             changes |= statistics.text | {"fisher_samples": statistics.fisher_samples or config.fisher_samples}
     if isinstance(calibration, Tensor):
         _check_ids("calibration", calibration)
-        changes |= {"calibration": (_TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
+        changes |= {"calibration": (TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
     elif calibration is not None:
         changes["calibration"] = calibration
     if eval is not None:
@@ -119,7 +105,7 @@ def _named(eval: Any) -> list[tuple[Any, Any]]:
             continue
         _check_ids("eval", source)
         ids += 1
-        named.append((_TOKENS if ids == 1 else f"{_TOKENS} {ids}", source))
+        named.append((TOKENS if ids == 1 else f"{TOKENS} {ids}", source))
     return named
 
 
@@ -163,215 +149,6 @@ def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | 
         dict(_named(list(config.eval) if eval is None else eval)),
         bos,
     )
-
-
-def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int:
-    """How many windows of the model's own text a run needs; 0 where it reads none.
-
-    The number does not depend on the allocation, nor on whether statistics are given: the size of a batch could change
-    the rounding, and with it a token.
-
-    Args:
-        config, calibration, domains: as read_texts().
-    """
-    names = [source.name for source in config.sources]
-    if OWN_TEXT in names and (calibration or (domains and config.compares_with_wanda)):
-        return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + REPORTED + choice_windows(1)
-    return REPORTED + _choice(config, config.guards) if domains and OWN_TEXT in config.guards else 0
-
-
-def read_texts(
-    config: PruneConfig,
-    engine: Engine,
-    tokenizer,
-    sources: Sources,
-    own: Tensor | None = None,
-    *,
-    calibration: bool,
-    domains: bool = False,
-) -> Texts:
-    """Tokenises the texts of a run. The first one decides about BOS where the settings leave it open.
-
-    Args:
-        config: from with_sources().
-        engine, tokenizer: of the run.
-        sources: from sources_of().
-        own: [own_windows(), L] int64 text that the model wrote; None where none is needed.
-        calibration: whether to read the calibration text.
-        domains: whether to read windows for comparisons.
-
-    Raises:
-        UserError: a text cannot be read, or its windows do not suit the model. If only a comparison needs a calibration
-            text or a guard that was not asked for, that is a warning instead.
-    """
-    reader = _Reader(config, engine, tokenizer, sources, own)
-    bos, mix, windows = sources.bos, None, {}
-    if calibration:
-        mix, bos = reader.mix(bos)
-    for name, source in sources.evaluation.items():
-        windows[name], bos = reader.evaluation(source, bos)
-    found: list[Domain] = []
-    if domains:
-        if mix is None and config.compares_with_wanda:
-            mix, bos = reader.mix_if_readable(bos)
-        found, bos = reader.domains(mix, bos)
-    return Texts(mix.tokens if calibration else None, mix.labels if calibration else None, windows, tuple(found), bos)
-
-
-@dataclass(frozen=True)
-class _Mix:
-    """Windows, those of several sources interleaved.
-
-    Attributes:
-        tokens: [S, L] int64.
-        labels: [S] int64, the source of each window.
-        further: for each source [S', L] int64 windows of it that are not among them.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    further: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, tokens: Tensor) -> _Mix:
-        """Windows of one source."""
-        return cls(tokens, torch.zeros(1, dtype=torch.int64).expand(len(tokens)), (tokens[:0],))
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the texts of one run; the arguments are those of read_texts()."""
-
-    config: PruneConfig
-    engine: Engine
-    tokenizer: Any
-    sources: Sources
-    own: Tensor | None
-
-    @property
-    def guards(self) -> tuple[str, ...]:
-        """The guards that are read. Without a tokenizer the default ones are not."""
-        return () if self.tokenizer is None and self.config.guard is None else self.config.guards
-
-    @property
-    def further(self) -> int:
-        """Windows of each domain, besides those of the calibration."""
-        return REPORTED + _choice(self.config, self.guards)
-
-    def decided(self, read: Callable[..., _Mix], bos: bool | None, given: Any) -> tuple[_Mix, bool | None]:
-        """What read(bos=) gives, and whether windows begin with BOS: if undecided, by the first window that it gives.
-
-        Args:
-            read: reads a text.
-            bos: None: undecided.
-            given: the text; token ids are used as they are and decide nothing.
-        """
-        mix = read(bos=bool(bos))
-        if bos is None and not isinstance(given, Tensor):
-            bos = mix.tokens.shape[1] > 2 and choose_bos(self.engine, self.tokenizer, mix.tokens[0])
-            mix = read(bos=True) if bos else mix
-        check_tokens(self.engine.model, mix.tokens)
-        return mix, bos
-
-    def evaluation(self, text: str | Tensor, bos: bool | None) -> tuple[Tensor, bool | None]:
-        """The windows of one evaluation text."""
-        settings = {"seqlen": self.config.eval_seqlen, "windows": self.config.eval_windows}
-        if isinstance(text, Tensor):
-            settings = {"seqlen": text.shape[1]}
-        check_length(self.engine.model, settings["seqlen"])
-
-        def read(*, bos: bool) -> _Mix:
-            return _Mix.of(evaluation_tokens(text, self.tokenizer, **settings, bos=bos))
-
-        mix, bos = self.decided(read, bos, text)
-        return mix.tokens, bos
-
-    def mix(self, bos: bool | None) -> tuple[_Mix, bool | None]:
-        """The calibration text.
-
-        Raises:
-            UserError: it cannot be read.
-        """
-        check_length(self.engine.model, self.config.seqlen)
-        return self.decided(self._mix, bos, self.sources.calibration)
-
-    def mix_if_readable(self, bos: bool | None) -> tuple[_Mix | None, bool | None]:
-        """The calibration text where only a comparison needs it: a text that cannot be read gives a warning."""
-        try:
-            return self.mix(bos)
-        except UserError as error:
-            warnings.warn(f"the result was not compared with Wanda's on the calibration text: {error}", stacklevel=3)
-            return None, bos
-
-    def _mix(self, *, bos: bool) -> _Mix:
-        config, given = self.config, self.sources.calibration
-        if isinstance(given, Tensor):
-            tokens = calibration_tokens(given, None, **self._settings(len(given)), bos=bos)
-            return _Mix.of(tokens)
-        if given == (_TOKENS,):
-            raise UserError("the statistics were measured on token ids; give the same ids as calibration")
-        counts = counts_of(config.sources, config.nsamples)
-        parts, further = zip(
-            *(self._source(s.name, n, bos) for s, n in zip(config.sources, counts, strict=True)), strict=True
-        )
-        warn_if_few(config.nsamples)
-        order = interleaved(counts)
-        nexts = [iter(part) for part in parts]
-        tokens = torch.stack([next(nexts[label]) for label in order])
-        return _Mix(tokens, torch.tensor(order), further)
-
-    def _source(self, name: str, count: int, bos: bool) -> tuple[Tensor, Tensor]:
-        """Windows of one source for calibration, and further ones."""
-        if name == OWN_TEXT:
-            own = with_bos(self.own, self.tokenizer) if bos else self.own
-            return own[:count], own[count : count + self.further]
-        return draw_windows(name, self.tokenizer, **self._settings(count), further=self.further, bos=bos)
-
-    def _settings(self, count: int) -> dict:
-        return {"nsamples": count, "seqlen": self.config.seqlen, "seed": self.config.seed}
-
-    def domains(self, mix: _Mix | None, bos: bool | None) -> tuple[list[Domain], bool | None]:
-        """Windows of the calibration sources and of the guards."""
-        names = [source.name for source in self.config.sources]
-        found = [self._calibrated(mix, label, name) for label, name in enumerate(names)] if mix is not None else []
-        read = [domain.source for domain in found]
-        for name in self.guards:
-            if name in read:
-                continue
-            try:
-                mix, bos = self.decided(partial(self._guard, name), bos, name)
-            except UserError as error:
-                if self.config.guard is not None:
-                    raise
-                warnings.warn(f"the guard {name} was left out: {error}", stacklevel=3)
-                continue
-            reads = self.config.reads_text and name in names
-            found.append(self._domain(name, mix.tokens, calibrated=reads, unread=not reads))
-        return found, bos
-
-    def _guard(self, name: str, *, bos: bool) -> _Mix:
-        check_length(self.engine.model, self.config.seqlen)
-        count = self.further
-        if name == OWN_TEXT:
-            return _Mix.of((with_bos(self.own, self.tokenizer) if bos else self.own)[-count:])
-        return _Mix.of(guard_tokens(name, self.tokenizer, windows=count, seqlen=self.config.seqlen, bos=bos))
-
-    def _calibrated(self, mix: _Mix, label: int, name: str) -> Domain:
-        windows = mix.further[label]
-        unread = len(windows) > 0
-        if not unread:
-            windows = mix.tokens[torch.nonzero(mix.labels == label).flatten()[-self.further :]]
-        return self._domain(name, windows, calibrated=True, unread=unread)
-
-    def _domain(self, name: str, windows: Tensor, *, calibrated: bool, unread: bool) -> Domain:
-        reported, choice = split_windows(windows, _choice(self.config, self.guards))
-        return Domain(name, calibrated, name in self.guards, unread, reported, choice)
-
-
-def _choice(config: PruneConfig, guards: Sequence[str]) -> int:
-    """Windows of each domain on which the allocation is chosen."""
-    names = {source.name for source in config.sources} | set(guards)
-    return choice_windows(len(names)) if config.responds else 0
 
 
 def protocol(windows: Tensor, bos: bool | None, tokenizer) -> dict:
