@@ -120,7 +120,7 @@ def _add_calibrate(commands) -> None:
 
 
 def _add_sample(commands) -> None:
-    parser = _command(commands, "sample", _sample, "let a model write the text that it is calibrated on")
+    parser = _command(commands, "sample", _sample, "let a model write text for its own calibration")
     _add_model(parser)
     parser.add_argument(
         "--output",
@@ -129,13 +129,8 @@ def _add_sample(commands) -> None:
         help="file to write, for --calibration; it replaces a file of this command, and no other",
     )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run of the same command")
-    parser.add_argument(
-        "--start-token",
-        metavar="ID|TOKEN",
-        help="token that each text begins with, itself not written (default: BOS, else <|endoftext|>)",
-    )
     texts = {"nsamples": "number of windows", "seqlen": "tokens in a window", "seed": "seed of the draws"}
-    _add_settings(parser, "place", **texts, max_memory=None)
+    _add_settings(parser, "place", **texts, start_token=None, max_memory=None)
 
 
 def _add_eval(commands) -> None:
@@ -234,7 +229,7 @@ def _add_settings(parser: argparse.ArgumentParser, *groups: str, **single: str |
 def _add_setting(section, f, help: str | None = None) -> None:
     choices, kind = f.metadata["choices"], f.metadata["type"]
     shown = ", ".join(f.default) if isinstance(f.default, tuple) else f.default
-    default = "" if shown in (None, False, "") else f" (default: {shown})"
+    default = "" if shown is None or shown is False or shown == "" else f" (default: {shown})"
     metavar = f.metadata["metavar"] or ("|".join(choices) if choices else f.name.upper().removeprefix("EVAL_"))
     form = {
         list: {"action": "append", "metavar": metavar},
@@ -400,9 +395,7 @@ def _sample(args: argparse.Namespace) -> None:
     with RunState(args.output, resume=args.resume) as state:
         _warn_of_fresh_start(args, state)
         model, tokenizer = _load(args, config)
-        seconds, energy = write_sample(
-            model, tokenizer, args.output, config=config, start_token=args.start_token, state=state
-        )
+        seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
     print(f"seconds     {seconds:.1f} for {config.nsamples} windows of {config.seqlen} tokens")
     print(f"energy      {energy if isinstance(energy, str) else f'{energy:.0f} J gross'}")

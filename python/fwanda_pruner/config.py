@@ -20,10 +20,10 @@ GROUPS = {  # of settings, with their headings in --help
     "eval": "evaluation text",
     "place": "device and dtype",
     "passes": "memory and speed of calibration; results change by rounding at most",
-    "check": "what pruning costs on text of several domains",
+    "check": "comparison with Wanda on several texts",
     "energy": "energy",
 }
-GUARDS = ("sample", "code")  # where --guard is not given
+GUARDS = ("sample", "code")  # the guards without --guard
 CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics depend on
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
@@ -64,7 +64,7 @@ class PruneConfig:
         None,
         "how many weights each matrix and row keeps. row: the published rule of F-Wanda; global: one threshold over "
         "the whole model; response: global, corrected by measuring the pruned model; auto: the best of these on "
-        "held-out calibration text (default: global for fwanda, layer for magnitude, uniform for the others)",
+        "held-out text (default: global for fwanda, layer for magnitude, uniform for the others)",
         tuple(ALLOCATIONS),
     )
     sparsity: str | None = _setting(
@@ -119,27 +119,33 @@ class PruneConfig:
     fisher_samples: str = _setting(
         "fisher",
         "32",
-        "windows of the backward pass, N of those of the calibration, spread evenly, or all; the forward pass runs on "
-        "all of them",
+        "run the backward pass on N of the calibration windows, spread evenly, or on all; the forward pass always runs "
+        "on all",
+        metavar="N|all",
     )
     calibration: tuple[str, ...] = _setting(
         "text",
         ("sample",),
         "calibration text: a .txt, .jsonl or .parquet file; sample and code, which come with Python; self, which the "
         "model writes itself; c4, wikitext2, or the name of a data set. May be repeated: each source gets windows in "
-        "proportion to its SHARE (default: 1)",
+        "proportion to its SHARE, which is 1 if left out",
         type=list,
         metavar="SOURCE[:SHARE]",
     )
     start_token: str | None = _setting(
         "text",
         None,
-        "token, or its number, with which a text of the model's own begins (default: the model's BOS token)",
+        "token after which the model begins to write, as text or as its number (default: BOS, or <|endoftext|> without "
+        "a BOS)",
+        metavar="ID|TOKEN",
     )
-    nsamples: int = _setting("text", 128, "number of calibration windows", type=int)
+    nsamples: int = _setting("text", 128, "number of calibration windows, of all sources together", type=int)
     seqlen: int = _setting("text", 2048, "tokens in a calibration window", type=int)
     seed: int = _setting(
-        "text", 0, "seed that selects the calibration windows, and the labels of --fisher true", type=int
+        "text",
+        0,
+        "seed that selects the calibration windows, the text that the model writes, and the labels of --fisher true",
+        type=int,
     )
     bos: str = _setting(
         "bos",
@@ -159,7 +165,9 @@ class PruneConfig:
     eval_seqlen: int | None = _setting(
         "eval", None, "tokens in an evaluation window (default: the value of --seqlen)", type=int
     )
-    eval_windows: int | None = _setting("eval", None, "evaluate only the first N windows (default: all)", type=int)
+    eval_windows: int | None = _setting(
+        "eval", None, "evaluate only the first N windows of each text (default: all)", type=int, metavar="N"
+    )
     device: str = _setting("place", "auto", "cpu, cuda, cuda:N, or auto: cuda if there is a GPU, else cpu")
     dtype: str | None = _setting(
         "place",
@@ -196,15 +204,16 @@ class PruneConfig:
     guard: tuple[str, ...] | None = _setting(
         "check",
         None,
-        "a text beside the calibration on which the dense and the pruned model are compared, and which takes part in "
-        "the choice of response and auto; none: no such text. May be repeated (default: sample and code)",
+        "text that should not become worse than under Wanda: the result is compared with Wanda's on it, and response "
+        "and auto avoid masks that are worse. none: no guards. May be repeated (default: sample and code)",
         type=list,
         metavar="SOURCE",
     )
     no_check: bool = _setting(
         "check",
         False,
-        "compare nothing: neither the dense with the pruned model, nor the result with Wanda's masks",
+        "do not compare the losses of the dense model, of Wanda's masks and of the result on the calibration texts and "
+        "guards",
         type=bool,
     )
     energy: str = _setting(
@@ -358,12 +367,12 @@ class PruneConfig:
 
     @property
     def guards(self) -> tuple[str, ...]:
-        """The texts of --guard, or those that stand for it."""
+        """The texts of --guard; GUARDS without it, nothing after --guard none."""
         return () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
 
     @property
     def fisher_windows(self) -> int:
-        """Windows of the backward pass."""
+        """Number of windows of the backward pass."""
         return self.nsamples if self.fisher_samples == "all" else min(int(self.fisher_samples), self.nsamples)
 
     @property

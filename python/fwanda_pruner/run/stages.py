@@ -94,12 +94,17 @@ def own_text(
     calibration: bool,
     domains: bool,
 ) -> tuple[Tensor | None, dict]:
-    """[S, L] int64 windows that the model writes itself, None where no source is that; and the energy that they took.
-
-    The energy is {stage: value}, as in EnergyMeter.to_dict()["phases"].
+    """The windows of text that the model writes itself.
 
     Args:
-        given: text that the model wrote in an earlier run; used where it has enough windows.
+        given: [S, L] int64 windows that the model wrote for an earlier run; taken if they are enough.
+        calibration, domains: as read_texts().
+
+    Returns:
+        [S, L] int64 windows, None if the run reads no such text; and their energy, as EnergyMeter.to_dict()["phases"].
+
+    Raises:
+        UserError: there is no tokenizer, or as start_token_of() and sample_tokens().
     """
     count = own_windows(config, calibration=calibration, domains=domains)
     if not count:
@@ -107,14 +112,22 @@ def own_text(
     if given is not None and len(given) >= count:
         return given[:count], {}
     if tokenizer is None:
-        raise UserError("the model's own text needs a tokenizer: pass one, or token ids [S, seqlen] as calibration")
+        raise UserError("the text 'self' needs a tokenizer, got none: pass one, or name another text")
     start = start_token_of(engine.model, tokenizer, config.start_token)
+    tokens, energy = sampled(stage, engine, config, start, count)
+    return tokens, energy.to_dict()["phases"]
+
+
+def sampled(
+    stage: Stages, engine: Engine, config: PruneConfig, start_token: int, count: int
+) -> tuple[Tensor, EnergyMeter]:
+    """[count, L] int64 windows that the model writes after a start token, and the meter of their energy."""
     with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
         tokens = stage(
             StageName.SAMPLE,
             lambda: sample_tokens(
                 engine.model,
-                start_token=start,
+                start_token=start_token,
                 nsamples=count,
                 seqlen=config.seqlen,
                 seed=config.seed,
@@ -123,7 +136,7 @@ def own_text(
             ),
             codecs.TOKENS,
         )
-    return tokens, energy.to_dict()["phases"]
+    return tokens, energy
 
 
 def texts(
