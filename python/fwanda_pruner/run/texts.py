@@ -80,6 +80,8 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         UserError: token ids are not [S, L].
     """
     changes: dict = {}
+    if calibration is not None and not isinstance(calibration, Tensor):
+        config = replace(config, calibration=calibration)
     if statistics is not None:
         config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
         if not config.runs_blocks:
@@ -88,8 +90,6 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
     if isinstance(calibration, Tensor):
         _check_ids("calibration", calibration)
         changes |= {"calibration": (TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
-    elif calibration is not None:
-        changes["calibration"] = calibration
     if eval is not None:
         changes["eval"] = tuple(name for name, _ in _named(eval))
     return replace(config, **changes).resolved()
