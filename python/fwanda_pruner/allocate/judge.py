@@ -1,4 +1,4 @@
-"""Which masks are better: those whose pruned model loses less over all domains, without harm to a guard."""
+"""Which masks are better: those with the smaller increase of the loss over all domains that harm no guard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ Losses = Mapping[str, float]
 
 
 def domain_losses(engine: Engine, windows: Mapping[str, Tensor], masks: Masks | None = None) -> Losses:
-    """Losses of the windows [S, L] of each domain, under masks; None: with the weights as they are."""
+    """The loss of each domain, measured on its windows.
+
+    Args:
+        engine: of a model in eval mode; its weights are unchanged afterwards.
+        windows: source of a domain -> [S, L] int64.
+        masks: of the pruned model; None: the weights as they are.
+    """
     sizes = [len(tokens) for tokens in windows.values()]
     losses = engine.window_losses(torch.cat(list(windows.values())), masks)
     means = [float(part.mean()) for part in losses.split(sizes)]
@@ -25,7 +31,7 @@ def domain_losses(engine: Engine, windows: Mapping[str, Tensor], masks: Masks | 
 
 
 class Judge:
-    """Compares masks on the windows of each domain that are for the choice.
+    """Compares masks by their losses on Domain.choice of each domain.
 
     Args:
         engine: of a dense model in eval mode.
@@ -44,15 +50,18 @@ class Judge:
         self.wanda = self.losses(wanda)
 
     def losses(self, masks: Masks | None) -> Losses:
-        """Loss of each domain under masks; None: with the weights as they are."""
+        """The loss of each domain under masks; None: with the weights as they are."""
         return domain_losses(self._engine, self._windows, masks)
 
     def increase(self, losses: Losses) -> float:
-        """The mean over the domains of the loss above that of the dense model, in nats; inf where it is not finite."""
+        """The mean over the domains of how much the loss exceeds that of the dense model, in nats.
+
+        inf if a loss is not finite. A domain on which the dense model has no finite loss adds nothing.
+        """
         total = sum(losses[name] - dense for name, dense in self.dense.items() if math.isfinite(dense))
         return total / len(self.dense) if math.isfinite(total) else math.inf
 
     def rank(self, losses: Losses) -> tuple[bool, float]:
-        """Smaller is better. Masks that are worse than Wanda's on a guard come after all others."""
+        """Orders masks by their losses: smaller is better. Masks that are worse than Wanda's on a guard come last."""
         harms = any(losses[name] > self.wanda[name] for name in self._guards)
         return harms, self.increase(losses)
