@@ -11,8 +11,9 @@ import warnings
 from dataclasses import fields
 
 from .commands import calibrate, demo, doctor, evaluate, prune, report, sample, sweep
-from .config import CALIBRATION, GROUPS, PruneConfig, flag
+from .config import CALIBRATION, GROUPS, PruneConfig
 from .errors import UserError
+from .setting_checks import flag
 
 
 class _Parser(argparse.ArgumentParser):

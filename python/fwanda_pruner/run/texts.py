@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import PruneConfig, flag
+from ..config import PruneConfig
 from ..errors import UserError
 from ..measure.statistics import Statistics
+from ..setting_checks import flag
 from ..source_shares import parse_sources
 from ..text.domains import Domain
 from ..text.sources import file_sha256
