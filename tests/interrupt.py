@@ -30,8 +30,10 @@ def interrupted_while_reading(pipe: Path, text: str, runs: Callable[[], bool]) -
             if done.wait(0.01):
                 return
         with pipe.open("w"):  # returns when the command reads again
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            done.wait()
+            while True:  # a signal that comes just before the read blocks does not end it
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                if done.wait(10):
+                    return
 
     threading.Thread(target=serve, daemon=True).start()
     try:

@@ -245,8 +245,9 @@ def measure_statistics(
     else:
         others = torch.ones(len(tokens), dtype=torch.bool)
         others[fisher_windows] = False
-        statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished)
-        statistics = statistics.with_inputs_of(_measure(engine, tokens[others], None, seed, unfinished))
+        # the backward pass comes last: the peak of the memory is that of the last windows, and it needs the most
+        inputs = _measure(engine, tokens[others], None, seed, unfinished)
+        statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished).with_inputs_of(inputs)
     for target in engine.targets:
         if not statistics.n_tokens[target.name]:
             warn_unseen(target)
