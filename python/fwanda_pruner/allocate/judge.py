@@ -17,13 +17,7 @@ Losses = Mapping[str, float]
 
 
 def domain_losses(engine: Engine, windows: Mapping[str, Tensor], masks: Masks | None = None) -> Losses:
-    """The loss of each domain, measured on its windows.
-
-    Args:
-        engine: of a model in eval mode; its weights are unchanged afterwards.
-        windows: source of a domain -> [S, L] int64.
-        masks: of the pruned model; None: the weights as they are.
-    """
+    """Losses of the windows [S, L] of each domain, under masks; None: with the weights as they are."""
     sizes = [len(tokens) for tokens in windows.values()]
     losses = engine.window_losses(torch.cat(list(windows.values())), masks)
     means = [float(part.mean()) for part in losses.split(sizes)]
@@ -50,7 +44,7 @@ class Judge:
         self.wanda = self.losses(wanda)
 
     def losses(self, masks: Masks | None) -> Losses:
-        """The loss of each domain under masks; None: with the weights as they are."""
+        """Loss of each domain under masks; None: with the weights as they are."""
         return domain_losses(self._engine, self._windows, masks)
 
     def increase(self, losses: Losses) -> float:

@@ -127,14 +127,9 @@ def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
         asked = getattr(config, name)
         value = tuple(value) if isinstance(value, list) else value
         if asked not in (value, defaults[name]):
-            warnings.warn(
-                f"{flag(name)} {_in_words(asked)} has no effect: the statistics are of {flag(name)} {_in_words(value)}",
-                stacklevel=4,
-            )
-
-
-def _in_words(value) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
+            asked, value = (", ".join(x) if isinstance(x, tuple) else x for x in (asked, value))
+            of = flag(name)
+            warnings.warn(f"{of} {asked} has no effect: the statistics are of {of} {value}", stacklevel=4)
 
 
 def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> Sources:
