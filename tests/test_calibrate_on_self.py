@@ -177,7 +177,7 @@ def test_another_start_token_does_not_go_on(argv, capsys):
 
 
 def test_without_a_tokenizer_is_one_line():
-    with pytest.raises(UserError, match="^the model's own text needs a tokenizer: pass one, or token ids") as error:
+    with pytest.raises(UserError, match="^the text 'self' needs a tokenizer, got none: pass one") as error:
         prune(calibration="self")
     assert "\n" not in str(error.value)
 

@@ -183,7 +183,7 @@ def biased(strength):
 
 
 def test_text_that_repeats_one_token_is_refused():
-    with pytest.raises(UserError, match="degenerates: in 5 of 5 windows .* repeats token 7.*--start-token"):
+    with pytest.raises(UserError, match="repeats itself: in 5 of 5 windows .* token 7.*--start-token"):
         sampled(biased(100.0))
 
 
@@ -228,7 +228,7 @@ def test_start_token(tokenizer, bos, given, expected):
 @pytest.mark.parametrize(
     "tokenizer, given, message",
     [
-        (words("a", "b"), None, "has no start token .* --start-token"),
+        (words("a", "b"), None, "has no start token.* --start-token"),
         (None, None, "has no start token"),
         (words("a", "b"), "c", "must be a token of the tokenizer or the number of one, got 'c'"),
         (None, "a", "must be a token of the tokenizer"),

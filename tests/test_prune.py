@@ -209,6 +209,8 @@ def test_text_settings_that_statistics_make_void_are_said():
     report = fwanda_pruner.prune(tiny.llama(), nsamples=8, **asked)
     assert report.warnings == ["--nsamples 8 has no effect: the statistics are of --nsamples 5"]
     assert report.config["nsamples"] == 5
+    report = fwanda_pruner.prune(tiny.llama(), calibration=["a", "b"], **asked)
+    assert report.warnings == ["--calibration a, b has no effect: the statistics are of --calibration tokens"]
 
 
 def test_prune_works_under_no_grad():

@@ -226,14 +226,14 @@ def compared() -> Report:
 def test_each_domain_has_a_line_of_the_summary():
     told = [line.split(maxsplit=1)[1] for line in summary(compared()).splitlines() if line.startswith("domain")]
     assert told == [
-        "c4: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on others)",
-        "tokens: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on these)",
-        "code: loss 0.500 -> 1.125, Wanda -  (6 windows, not calibrated)",
+        "c4: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on other windows)",
+        "tokens: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on these windows)",
+        "code: loss 0.500 -> 1.125, Wanda -  (6 windows, not calibrated on)",
     ]
 
 
 def test_the_summary_says_how_many_updates_were_kept():
-    line = "refit       kept in 3 of 4 blocks, where the held-out loss fell"
+    line = "refit       updates kept in 3 of 4 blocks, where the held-out loss fell"
     assert line in summary(make_report(refit={"blocks": 4, "kept": 3})).splitlines()
     assert "refit" not in summary(make_report())
 
@@ -250,7 +250,7 @@ def test_the_table_has_a_last_block_with_a_row_for_each_domain_of_each_run():
     assert cells == once * 2
     assert [row[: columns[1]].strip() for row in rows] == ["m", "", "", "n", "", ""]
     assert [row.split("  ")[-1].strip() for row in rows[:3]] == [
-        "calibrated on others", "calibrated on these", "not calibrated",
+        "calibrated on other windows", "calibrated on these windows", "not calibrated on",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Products with a pruned weight whose mask is packed, and what the loss would gain from its removed weights.
+"""Packed masks, weights under them, and sums of what the loss would gain from the removed weights.
 
 A packed mask is [R, ceil(C/8)] uint8: bit j % 8 of byte j // 8 is column j, 1 where the weight is kept. Bits beyond
 column C are 0.
@@ -103,10 +103,10 @@ def _removed_sums(gradient: Tensor, x: Tensor, weight: Tensor, packed: Tensor) -
 
 
 def removed_sums(gradient: Tensor, x: Tensor, weight: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of -dL/dW_ij * W_ij over the removed weights of each row and column: to first order, the loss without them
-    minus the loss with them.
+    """Sums of -dL/dW_ij * W_ij over the removed weights of each row and of each column.
 
-    dL/dW = gradient^T x is that of a linear layer y = x W^T. On GPUs it is never written to memory.
+    To first order, such a sum is by how much the loss falls if these weights come back. dL/dW = gradient^T x is the
+    gradient of a linear layer y = x W^T. Triton never writes it to memory.
 
     Args:
         gradient: [T, R] bf16|fp16|fp32, dL/dy.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
 from .errors import UserError, one_line
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
+from .setting_checks import check_sparsity, check_value, flag, show
 from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
@@ -20,24 +20,15 @@ GROUPS = {  # of settings, with their headings in --help
     "eval": "evaluation text",
     "place": "device and dtype",
     "passes": "memory and speed of calibration; results change by rounding at most",
-    "check": "what pruning costs on text of several domains",
+    "check": "comparison with Wanda on several texts",
     "energy": "energy",
 }
-GUARDS = ("sample", "code")  # where --guard is not given
+GUARDS = ("sample", "code")  # the guards without --guard
 CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics depend on
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
-LARGEST_EXPONENT = 4
-LARGEST_GROUP = 1024
 _DEEPEST = 8  # nesting of lists and mappings in a file of settings
-_RANGES = {
-    "nsamples": (1, 1_000_000),
-    "seqlen": (2, 10_000_000),
-    "eval_seqlen": (2, 10_000_000),
-    "eval_windows": (1, 1_000_000_000),
-    "seed": (0, 2**63 - 1),
-}
 
 
 def _setting(
@@ -64,7 +55,7 @@ class PruneConfig:
         None,
         "how many weights each matrix and row keeps. row: the published rule of F-Wanda; global: one threshold over "
         "the whole model; response: global, corrected by measuring the pruned model; auto: the best of these on "
-        "held-out calibration text (default: global for fwanda, layer for magnitude, uniform for the others)",
+        "held-out text (default: global for fwanda, layer for magnitude, uniform for the others)",
         tuple(ALLOCATIONS),
     )
     sparsity: str | None = _setting(
@@ -119,27 +110,33 @@ class PruneConfig:
     fisher_samples: str = _setting(
         "fisher",
         "32",
-        "windows of the backward pass, N of those of the calibration, spread evenly, or all; the forward pass runs on "
-        "all of them",
+        "run the backward pass on N of the calibration windows, spread evenly, or on all; the forward pass always runs "
+        "on all",
+        metavar="N|all",
     )
     calibration: tuple[str, ...] = _setting(
         "text",
         ("sample",),
         "calibration text: a .txt, .jsonl or .parquet file; sample and code, which come with Python; self, which the "
         "model writes itself; c4, wikitext2, or the name of a data set. May be repeated: each source gets windows in "
-        "proportion to its SHARE (default: 1)",
+        "proportion to its SHARE, which is 1 if left out",
         type=list,
         metavar="SOURCE[:SHARE]",
     )
     start_token: str | None = _setting(
         "text",
         None,
-        "token, or its number, with which a text of the model's own begins (default: the model's BOS token)",
+        "token after which the model begins to write, as text or as its number (default: BOS, or <|endoftext|> without "
+        "a BOS)",
+        metavar="ID|TOKEN",
     )
-    nsamples: int = _setting("text", 128, "number of calibration windows", type=int)
+    nsamples: int = _setting("text", 128, "number of calibration windows, of all sources together", type=int)
     seqlen: int = _setting("text", 2048, "tokens in a calibration window", type=int)
     seed: int = _setting(
-        "text", 0, "seed that selects the calibration windows, and the labels of --fisher true", type=int
+        "text",
+        0,
+        "seed that selects the calibration windows, the text that the model writes, and the labels of --fisher true",
+        type=int,
     )
     bos: str = _setting(
         "bos",
@@ -159,7 +156,9 @@ class PruneConfig:
     eval_seqlen: int | None = _setting(
         "eval", None, "tokens in an evaluation window (default: the value of --seqlen)", type=int
     )
-    eval_windows: int | None = _setting("eval", None, "evaluate only the first N windows (default: all)", type=int)
+    eval_windows: int | None = _setting(
+        "eval", None, "evaluate only the first N windows of each text (default: all)", type=int, metavar="N"
+    )
     device: str = _setting("place", "auto", "cpu, cuda, cuda:N, or auto: cuda if there is a GPU, else cpu")
     dtype: str | None = _setting(
         "place",
@@ -196,15 +195,16 @@ class PruneConfig:
     guard: tuple[str, ...] | None = _setting(
         "check",
         None,
-        "a text beside the calibration on which the dense and the pruned model are compared, and which takes part in "
-        "the choice of response and auto; none: no such text. May be repeated (default: sample and code)",
+        "text that should not become worse than under Wanda: the result is compared with Wanda's on it, and response "
+        "and auto avoid masks that are worse. none: no guards. May be repeated (default: sample and code)",
         type=list,
         metavar="SOURCE",
     )
     no_check: bool = _setting(
         "check",
         False,
-        "compare nothing: neither the dense with the pruned model, nor the result with Wanda's masks",
+        "do not compare the losses of the dense model, of Wanda's masks and of the result on the calibration texts and "
+        "guards",
         type=bool,
     )
     energy: str = _setting(
@@ -218,7 +218,7 @@ class PruneConfig:
     def __post_init__(self):
         for name in ("sparsity", "micro_batch", "fisher_samples", "start_token"):  # numbers in YAML
             if isinstance(getattr(self, name), (int, float)) and not isinstance(getattr(self, name), bool):
-                object.__setattr__(self, name, _show(getattr(self, name)))
+                object.__setattr__(self, name, show(getattr(self, name)))
         for f in fields(self):
             value = getattr(self, f.name)
             if f.metadata["type"] is list and isinstance(value, (str, list)):  # one name, or a list in YAML
@@ -227,68 +227,19 @@ class PruneConfig:
             value = getattr(self, f.name)
             if value is None and f.default is not None:
                 raise UserError(f"{flag(f.name)} must have a value, got none")
-            self._check_value(f.name, value, f.metadata)
+            check_value(f.name, value, kind=f.metadata["type"], choices=f.metadata["choices"])
         if self.allocation is not None and self.allocation not in self.traits.allocations:
             raise UserError(
                 f"--allocation must be one of {', '.join(self.traits.allocations)} with --method {self.method}, "
-                f"got {_show(self.allocation)}"
+                f"got {show(self.allocation)}"
             )
         if self.method == "magnitude" and self.order not in (None, "onepass"):
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
-        self._check_sparsity()
+        check_sparsity(self.sparsity, self.pattern)
         self._check_texts()
         if self.weighs_tokens and self.fisher == "mean":
             raise UserError("--fisher mean has no weight for a token; choose empirical or true with --pattern")
         self._check_memory()
-
-    def _check_value(self, name: str, value, metadata) -> None:
-        """Check the type and range of one setting; resolved() replaces None later."""
-        choices, kind = metadata["choices"], metadata["type"]
-        if value is None:
-            return
-        if choices and value not in choices:
-            raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {_show(value)}")
-        if kind is str and not isinstance(value, str):
-            hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
-            raise UserError(f"{flag(name)} must be text, got {_show(value)}{hint}")
-        if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
-            raise UserError(f"{flag(name)} must be a list of texts, got {_show(value)}")
-        if any("\0" in text for text in ((value,) if kind is str else value if kind is list else ())):
-            raise UserError(f"{flag(name)} holds a null character, got {_show(value)}")
-        if kind is bool and not isinstance(value, bool):
-            raise UserError(f"{flag(name)} must be true or false, got {_show(value)}")
-        if kind is int:
-            least, most = _RANGES[name]
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise UserError(f"{flag(name)} must be an integer in [{least}, {most}], got {_show(value)}")
-        if kind is float and not (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= LARGEST_EXPONENT
-        ):
-            raise UserError(f"{flag(name)} must be a number in [0, {LARGEST_EXPONENT}], got {_show(value)}")
-
-    def _check_sparsity(self) -> None:
-        if self.sparsity is not None:
-            try:
-                # limits the length, so that the exact fraction stays small
-                valid = re.fullmatch(r"[-+\d./]{1,40}(e-?\d{1,3})?", self.sparsity) and 0 <= Fraction(self.sparsity) < 1
-            except (ValueError, ZeroDivisionError):
-                valid = False
-            if not valid:
-                raise UserError(f"--sparsity must be a decimal in [0, 1), got {_show(self.sparsity)}")
-        if self.pattern is None:
-            return
-        match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", self.pattern)
-        if not match or not 1 <= int(match[1]) <= int(match[2]) <= LARGEST_GROUP:
-            raise UserError(
-                f"--pattern must be n:m, keep n of every m, with 1 <= n <= m <= {LARGEST_GROUP}, e.g. 2:4, "
-                f"got {_show(self.pattern)}"
-            )
-        n, m = self.nm
-        if self.sparsity is not None and Fraction(self.sparsity) != 1 - Fraction(n, m):
-            raise UserError(
-                f"--sparsity {self.sparsity} contradicts --pattern {self.pattern}, which keeps {n} of {m} and removes "
-                f"{float(1 - Fraction(n, m)):g}; give only one of them"
-            )
 
     def _check_texts(self) -> None:
         if not self.calibration:
@@ -303,15 +254,15 @@ class PruneConfig:
                 f"--guard none turns all guards off, got {', '.join(self.guard)}; leave none or the others out"
             )
         if self.fisher_samples != "all" and not re.fullmatch("[1-9][0-9]{0,5}", self.fisher_samples):
-            raise UserError(f"--fisher-samples must be all or a number of windows, got {_show(self.fisher_samples)}")
+            raise UserError(f"--fisher-samples must be all or a number of windows, got {show(self.fisher_samples)}")
 
     def _check_memory(self) -> None:
         if self.micro_batch != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", self.micro_batch):
-            raise UserError(f"--micro-batch must be auto or a number of sequences, got {_show(self.micro_batch)}")
+            raise UserError(f"--micro-batch must be auto or a number of sequences, got {show(self.micro_batch)}")
         if self.compile == self.checkpointing == "on":
             raise UserError("--compile on contradicts --checkpointing on; give only one of them")
         if self.max_memory is not None and not self.memory_limit:
-            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {_show(self.max_memory)}")
+            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {show(self.max_memory)}")
 
     @property
     def memory_limit(self) -> int | None:
@@ -358,12 +309,12 @@ class PruneConfig:
 
     @property
     def guards(self) -> tuple[str, ...]:
-        """The texts of --guard, or those that stand for it."""
+        """The texts of --guard; GUARDS without it, nothing after --guard none."""
         return () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
 
     @property
     def fisher_windows(self) -> int:
-        """Windows of the backward pass."""
+        """Number of windows of the backward pass."""
         return self.nsamples if self.fisher_samples == "all" else min(int(self.fisher_samples), self.nsamples)
 
     @property
@@ -438,9 +389,9 @@ class PruneConfig:
             UserError: a key is unknown or a value is not allowed.
         """
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known, key=_show)
+        unknown = sorted(set(values) - known, key=show)
         if unknown:
-            raise UserError(f"unknown setting {_show(unknown[0])}; the settings are {', '.join(sorted(known))}")
+            raise UserError(f"unknown setting {show(unknown[0])}; the settings are {', '.join(sorted(known))}")
         return cls(**values)
 
     @classmethod
@@ -478,20 +429,6 @@ def settings_of(*groups: str) -> tuple[str, ...]:
     if unknown := set(groups) - set(GROUPS):
         raise ValueError(f"settings_of: groups must be among {', '.join(GROUPS)}, got {', '.join(sorted(unknown))}")
     return tuple(f.name for f in fields(PruneConfig) if f.metadata["group"] in groups)
-
-
-def flag(name: str) -> str:
-    """The flag of a setting on the command line."""
-    return "--" + name.replace("_", "-")
-
-
-def _show(value) -> str:
-    """A short text of any value that a file can hold, even a number of a million digits."""
-    try:
-        text = reprlib.repr(value) if not isinstance(value, (int, float)) else str(value)
-    except ValueError:
-        text = f"a number of {value.bit_length()} bits"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _decimal(value: Fraction) -> str:

@@ -18,8 +18,8 @@ class SourceShare:
     """One source of a calibration.
 
     Attributes:
-        name: of the text, as load_documents() reads it, or OWN_TEXT.
-        share: its part of the windows is share / sum of all shares.
+        name: a text that load_documents() reads, or OWN_TEXT.
+        share: the source gets the part share / (sum of all shares) of the windows.
     """
 
     name: str
@@ -53,18 +53,26 @@ def check_names(names: Sequence[str], flag: str) -> None:
         seen.add(key)
 
 
+def divide(total: int, shares: Sequence[Fraction | int]) -> list[int]:
+    """Whole numbers in proportion to the shares that add up to `total`: the largest remainders get what is left over.
+
+    Of equal remainders the first goes first.
+    """
+    exact = [Fraction(total * share) / sum(shares) for share in shares]
+    counts = [int(number) for number in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
 def counts_of(sources: Sequence[SourceShare], total: int) -> list[int]:
-    """Divides `total` windows in proportion to the shares, exactly: the largest remainders get those left over.
+    """The number of windows of each source, of `total` windows of all.
 
     Raises:
         UserError: a source would get none.
     """
-    whole = sum(source.share for source in sources)
-    exact = [total * source.share / whole for source in sources]
-    counts = [int(number) for number in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])  # stable: the first of equals
-    for i in by_remainder[: total - sum(counts)]:
-        counts[i] += 1
+    counts = divide(total, [source.share for source in sources])
     for source, count in zip(sources, counts, strict=True):
         if count == 0:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Which masks are better: those whose pruned model loses less over all domains, without harm to a guard."""
+"""Which masks are better: those with the smaller increase of the loss over all domains that harm no guard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def domain_losses(
 
 
 class Judge:
-    """Compares masks on the windows of each domain that are for the choice.
+    """Compares masks by their losses on Domain.choice of each domain.
 
     Args:
         engine: of a dense model in eval mode.
@@ -55,11 +55,14 @@ class Judge:
         return domain_losses(self._engine, self._windows, masks, prefix=self._prefix)
 
     def increase(self, losses: Losses) -> float:
-        """The mean over the domains of the loss above that of the dense model, in nats; inf where it is not finite."""
+        """The mean over the domains of how much the loss exceeds that of the dense model, in nats.
+
+        inf if a loss is not finite. A domain on which the dense model has no finite loss adds nothing.
+        """
         total = sum(losses[name] - dense for name, dense in self.dense.items() if math.isfinite(dense))
         return total / len(self.dense) if math.isfinite(total) else math.inf
 
     def rank(self, losses: Losses) -> tuple[bool, float]:
-        """Smaller is better. Masks that are worse than Wanda's on a guard come after all others."""
+        """Orders masks by their losses: smaller is better. Masks that are worse than Wanda's on a guard come last."""
         harms = any(losses[name] > self.wanda[name] for name in self._guards)
         return harms, self.increase(losses)

@@ -54,13 +54,15 @@ class PatternMasks:
 
 
 def _unread(weights: Mapping[str, Tensor]) -> Tensor:
-    """Flags for bad values, which nobody reads: the values were checked, and with a flag no call waits for them."""
+    """A flag for bad values for each weight. Nobody reads them: the values were checked before, and a call with a flag
+    does not wait for the device.
+    """
     return torch.zeros(len(weights), dtype=torch.int32, device=next(iter(weights.values())).device)
 
 
 @dataclass(frozen=True)
 class PackedMasks:
-    """Masks held as one bit a weight, for uses in quick succession.
+    """Selected masks, one bit for each weight: to apply them takes less time than to select them again.
 
     Attributes:
         packed: name -> [R, ceil(C / 8)] uint8, as fk.pack_mask() packs a mask.
@@ -100,7 +102,7 @@ def column_scale(statistics: Statistics, scales: ScoreScales | None, name: str) 
 
 
 def pack(engine: Engine, masks: Masks) -> PackedMasks:
-    """The masks of the dense weights, selected now. Weights that are 0 count as removed."""
+    """Selects masks on the dense weights and packs them. A weight that is 0 counts as removed."""
     packed: dict[str, Tensor] = {}
     for index in range(engine.block_count):
         with engine.block(index) as block:

@@ -19,7 +19,7 @@ from .judge import Judge, Losses
 from .masks import masks_of
 from .response import Round, respond
 
-# (b, c) of the global allocation: the measured optimum is flat, and its place differs between models
+# (b, c) of the global allocation: perplexity changes little around the best pair, which differs between models
 _EXPONENTS = ((0.75, 0.5), (1.0, 0.5), (0.5, 0.25))
 
 
@@ -28,11 +28,12 @@ class Choice:
     """What the search of "response" or "auto" found best.
 
     Attributes:
-        name: of the best candidate, or "round N" of the response.
-        start: the candidate that the response began with.
-        losses: "dense", "wanda", candidate or round -> domain -> mean next-token loss in nats, where it is finite.
-        scales: multipliers on the scores, if a round is best.
-        notes: warnings of the search, for runs that take its choice over.
+        name: the best candidate, or "round N" of the response.
+        start: the candidate from which the response started.
+        losses: "dense", "wanda", name of a candidate or of a round -> source of a domain -> mean next-token loss in
+            nats. Losses that are not finite are left out.
+        scales: multipliers on the scores, if a round is best; None: a candidate is.
+        notes: warnings of the search, for other runs that take this choice.
     """
 
     name: str
@@ -78,8 +79,8 @@ def choose(
 ) -> Choice:
     """Tries all candidates, runs the rounds of the response from the best global one, and takes the best.
 
-    The best has the smallest mean, over the domains, of the loss above that of the dense model. Masks that are worse
-    than Wanda's on a guard are taken only where all are.
+    The best has the smallest mean increase of the loss over the domains (Judge.rank). Masks that are worse than Wanda's
+    on a guard are taken only if all masks are.
 
     Args:
         engine: of a dense model in eval mode; its weights are unchanged afterwards.

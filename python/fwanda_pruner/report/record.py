@@ -78,13 +78,13 @@ class Report:
         bos: whether each window starts with BOS; None if the run read no text.
         warnings: the warnings of the run, one line each.
         omega_floored_rows: number of rows whose omega was raised to the floor; None if the method has no floor.
-        domains: what pruning costs on the text of each calibration source and guard, one dict each: its `source`;
-            whether it is `calibrated` on; whether calibration did not read these windows (`unread`); the number of
-            `windows`; and the mean loss in nats of the `dense` model, of the dense model with Wanda's masks (`wanda`),
-            and of the `pruned` model. A loss is None where it was not measured or is not finite. Empty with --no-check.
+        domains: one dict for each calibration source and guard: its `source`; whether calibration reads that text
+            (`calibrated`); whether these windows of it are not read by calibration (`unread`); the number of `windows`;
+            and their mean loss in nats with the `dense` model, with Wanda's masks (`wanda`) and with the `pruned`
+            model. A loss that was not measured or is not finite is None. Empty if no_check is set.
         passes: how calibration ran (micro_batch, compiled, checkpointing, compile_seconds); None without calibration.
-        refit: {"blocks": n, "kept": k}: of n blocks, the update of the weights was kept in k, because the held-out loss
-            fell; the other blocks have the masks alone. None where no update is tried in this way.
+        refit: {"blocks": n, "kept": k}: in k of n blocks the update of the weights was kept, because the held-out loss
+            fell; the other blocks have their dense weights under the masks. None if updates are not tested.
         row_histogram: number of rows by the share of weights that they keep, over all pruned matrices. Bin i of
             ROW_BINS holds the shares in [i / ROW_BINS, (i + 1) / ROW_BINS); the last bin also holds 1. None in records
             of older versions.

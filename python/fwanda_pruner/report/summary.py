@@ -68,18 +68,17 @@ def _domain_lines(report: Report) -> list[str]:
 
 
 def _reading(domain: dict) -> str:
-    """What the calibration read of a domain."""
+    """Whether the calibration read the text of a domain, and these windows of it."""
     if not domain["calibrated"]:
-        return "not calibrated"
-    return "calibrated on others" if domain["unread"] else "calibrated on these"
+        return "not calibrated on"
+    return f"calibrated on {'other' if domain['unread'] else 'these'} windows"
 
 
 def _refit_lines(report: Report) -> list[str]:
     if report.refit is None:
         return []
-    return [
-        f"refit       kept in {report.refit['kept']} of {report.refit['blocks']} blocks, where the held-out loss fell"
-    ]
+    refit = report.refit
+    return [f"refit       updates kept in {refit['kept']} of {refit['blocks']} blocks, where the held-out loss fell"]
 
 
 def _loss(loss: float | None) -> str:

@@ -53,9 +53,10 @@ def prune(
         tokenizer: its tokenizer; not needed when all text is given as token ids.
         config: the settings; or give them by name in **settings.
         statistics: of this dense model, from collect(); the forward and backward pass is then left out.
-        calibration: overrides config.calibration; a text, several, or token ids [S, L] int64, used as they are.
-        eval: overrides config.eval; a text, token ids [S, L] int64, or a list of them. Ids are used as they are, and
-            are named "tokens", "tokens 2" and so on in the record.
+        calibration: overrides config.calibration: a text SOURCE[:SHARE], a list of them, or token ids [S, L] int64,
+            which are used as they are.
+        eval: overrides config.eval: a text, token ids [S, L] int64, or a list of them. Token ids are used as they are,
+            and the record names them "tokens", "tokens 2" and so on.
         state: keeps finished stages, so that an interrupted run does not repeat them.
         progress: show bars, where standard error is a terminal.
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
@@ -98,11 +99,12 @@ def run_prune(
     """prune(), for callers that run several settings with the same masks.
 
     Args:
-        choice: what the search of "response" or "auto" chose in an earlier run on the same text; it is not repeated.
-        own: [S, L] int64 text of the model's own, from own_text(); sampled where it is None or too short.
+        choice: what the search of "response" or "auto" chose in an earlier run on the same text. It is taken, and the
+            search is left out.
+        own: [S, L] int64 windows that the model wrote, from own_text(). If None or too few, the model writes them.
 
     Returns:
-        The record, and what the search chose; None without a search.
+        The record, and the choice of the search; None without a search.
 
     Raises:
         UserError: as prune().
@@ -180,11 +182,11 @@ def collect(
 ) -> Statistics:
     """Measures statistics for any sparsity, pattern and allocation of wanda and fwanda.
 
-    One forward and one backward pass over the text serve them all.
+    One forward pass over the text, and one backward pass over `fisher_samples` of its windows, serve them all.
 
     Args:
-        model, tokenizer, config, calibration, progress: as prune(). Of the settings those of the text, of the Fisher
-            information and of the passes count.
+        model, tokenizer, config, calibration, progress: as prune(). Only the settings of the text, of BOS, of the
+            Fisher information and of the passes count.
         own: as run_prune().
 
     Raises:
@@ -204,14 +206,14 @@ def collect(
 
 
 def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], progress: bool = True) -> Tensor | None:
-    """The text that runs with these settings let the model write, for all of them to share.
+    """Lets the model write the text that runs with these settings read, once for all of them.
 
     Args:
         model, tokenizer, progress: as prune().
-        configs: with the same seqlen, seed and start_token. The one that reads the most windows decides.
+        configs: with the same seqlen, seed and start_token. There are as many windows as the run that reads most needs.
 
     Returns:
-        [S, L] int64 windows on the CPU; None where no run reads any.
+        [S, L] int64 windows on the CPU; None if no run reads any.
 
     Raises:
         UserError: as prune().
@@ -277,7 +279,7 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
 
 
 def _described(model: nn.Module, config: PruneConfig, engine: Engine) -> dict:
-    """The settings of a run, with the model, and the device and dtype that were really used."""
+    """The settings of a run, with its model, and with the device and dtype that it used in place of "auto"."""
     dtype = str(engine.targets[0].module.weight.dtype).removeprefix("torch.")
     name = model.config.name_or_path
     return {"model": name, **config.to_dict(), "device": str(engine.device), "dtype": dtype}

@@ -1,4 +1,4 @@
-"""From the sources of a run to its windows: calibration, evaluation, and windows for comparisons."""
+"""Reads the windows of a run: calibration, evaluation, and domains for comparisons."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .texts import TOKENS, Sources, Texts
 
 
 def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int:
-    """How many windows of the model's own text a run needs; 0 where it reads none.
+    """The number of windows that the model must write for a run; 0 if the run reads no text of the model's own.
 
-    The number does not depend on the allocation, nor on whether statistics are given: the size of a batch could change
-    the rounding, and with it a token.
+    Where self is a calibration source, runs with other allocations or with given statistics get the same number. So
+    they get the same text: batches of another size could round differently, which could change a token.
 
     Args:
         config, calibration, domains: as read_texts().
@@ -54,19 +54,22 @@ def read_texts(
     calibration: bool,
     domains: bool = False,
 ) -> Texts:
-    """Tokenises the texts of a run. The first one decides about BOS where the settings leave it open.
+    """Reads and tokenises the texts of a run.
+
+    If the settings leave BOS open, the first text that is read decides for all: windows begin with BOS if that lowers
+    the loss of the dense model.
 
     Args:
         config: from with_sources().
         engine, tokenizer: of the run.
         sources: from sources_of().
-        own: [own_windows(), L] int64 text that the model wrote; None where none is needed.
+        own: [own_windows(), L] int64 text that the model wrote; None if own_windows() is 0.
         calibration: whether to read the calibration text.
         domains: whether to read windows for comparisons.
 
     Raises:
-        UserError: a text cannot be read, or its windows do not suit the model. If only a comparison needs a calibration
-            text or a guard that was not asked for, that is a warning instead.
+        UserError: a text cannot be read, or its windows do not suit the model. There is only a warning for a
+            calibration text that nothing but the comparison needs, and for a default guard.
     """
     reader = _Reader(config, engine, tokenizer, sources, own)
     bos, mix, windows = sources.bos, None, {}
@@ -84,12 +87,12 @@ def read_texts(
 
 @dataclass(frozen=True)
 class _Mix:
-    """Windows, those of several sources interleaved.
+    """Windows of one or several sources, interleaved.
 
     Attributes:
         tokens: [S, L] int64.
-        labels: [S] int64, the source of each window.
-        further: for each source [S', L] int64 windows of it that are not among them.
+        labels: [S] int64, the index of the source of each window.
+        further: for each source, [S', L] int64 windows of it that are not in `tokens`.
     """
 
     tokens: Tensor
@@ -99,12 +102,12 @@ class _Mix:
     @classmethod
     def of(cls, tokens: Tensor) -> _Mix:
         """Windows of one source."""
-        return cls(tokens, torch.zeros(1, dtype=torch.int64).expand(len(tokens)), (tokens[:0],))
+        return cls(tokens, torch.zeros(len(tokens), dtype=torch.int64), (tokens[:0],))
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the texts of one run; the arguments are those of read_texts()."""
+    """Reads the texts of one run. Its fields are the arguments of read_texts()."""
 
     config: PruneConfig
     engine: Engine
@@ -114,21 +117,24 @@ class _Reader:
 
     @property
     def guards(self) -> tuple[str, ...]:
-        """The guards that are read. Without a tokenizer the default ones are not."""
+        """The guards that are read: without a tokenizer only those that the user named, not the default ones."""
         return () if self.tokenizer is None and self.config.guard is None else self.config.guards
 
     @property
     def further(self) -> int:
-        """Windows of each domain, besides those of the calibration."""
+        """Number of windows of each domain that the calibration does not read."""
         return REPORTED + _choice(self.config, self.guards)
 
     def decided(self, read: Callable[..., _Mix], bos: bool | None, given: Any) -> tuple[_Mix, bool | None]:
-        """What read(bos=) gives, and whether windows begin with BOS: if undecided, by the first window that it gives.
+        """Reads a text, and decides by its first window whether windows begin with BOS, if that is still open.
 
         Args:
-            read: reads a text.
-            bos: None: undecided.
-            given: the text; token ids are used as they are and decide nothing.
+            read: reads the text, called with bos=.
+            bos: whether windows begin with BOS; None: still open.
+            given: the name or the token ids of the text. Token ids are used as they are and decide nothing.
+
+        Returns:
+            The windows, and whether windows begin with BOS; None: still open.
         """
         mix = read(bos=bool(bos))
         if bos is None and not isinstance(given, Tensor):
@@ -160,11 +166,11 @@ class _Reader:
         return self.decided(self._mix, bos, self.sources.calibration)
 
     def mix_if_readable(self, bos: bool | None) -> tuple[_Mix | None, bool | None]:
-        """The calibration text where only a comparison needs it: a text that cannot be read gives a warning."""
+        """The calibration text, which only the comparison needs: if it cannot be read, a warning says so."""
         try:
             return self.mix(bos)
         except UserError as error:
-            warnings.warn(f"the result was not compared with Wanda's on the calibration text: {error}", stacklevel=3)
+            warnings.warn(f"the result is not compared with Wanda's on the calibration text: {error}", stacklevel=3)
             return None, bos
 
     def _mix(self, *, bos: bool) -> _Mix:
@@ -185,7 +191,7 @@ class _Reader:
         return _Mix(tokens, torch.tensor(order), further)
 
     def _source(self, name: str, count: int, bos: bool) -> tuple[Tensor, Tensor]:
-        """Windows of one source for calibration, and further ones."""
+        """[count, L] windows of one source for the calibration, and [S', L] further ones that it does not read."""
         if name == OWN_TEXT:
             own = with_bos(self.own, self.tokenizer) if bos else self.own
             return own[:count], own[count : count + self.further]
@@ -195,7 +201,12 @@ class _Reader:
         return {"nsamples": count, "seqlen": self.config.seqlen, "seed": self.config.seed}
 
     def domains(self, mix: _Mix | None, bos: bool | None) -> tuple[list[Domain], bool | None]:
-        """Windows of the calibration sources and of the guards."""
+        """The domains: each calibration source, then each guard that is not one of them.
+
+        Args:
+            mix: the calibration text; None: it is not a domain.
+            bos: as decided().
+        """
         names = [source.name for source in self.config.sources]
         found = [self._calibrated(mix, label, name) for label, name in enumerate(names)] if mix is not None else []
         read = [domain.source for domain in found]
@@ -203,14 +214,14 @@ class _Reader:
             if name in read:
                 continue
             try:
-                mix, bos = self.decided(partial(self._guard, name), bos, name)
+                guard, bos = self.decided(partial(self._guard, name), bos, name)
             except UserError as error:
                 if self.config.guard is not None:
                     raise
-                warnings.warn(f"the guard {name} was left out: {error}", stacklevel=3)
+                warnings.warn(f"the guard {name} is left out: {error}", stacklevel=3)
                 continue
-            reads = self.config.reads_text and name in names
-            found.append(self._domain(name, mix.tokens, calibrated=reads, unread=not reads))
+            calibrated = self.config.reads_text and name in names
+            found.append(self._domain(name, guard.tokens, calibrated=calibrated, unread=not calibrated))
         return found, bos
 
     def _guard(self, name: str, *, bos: bool) -> _Mix:
@@ -233,6 +244,6 @@ class _Reader:
 
 
 def _choice(config: PruneConfig, guards: Sequence[str]) -> int:
-    """Windows of each domain on which the allocation is chosen."""
+    """Number of windows of each domain on which the allocation is chosen; 0 if nothing is chosen."""
     names = {source.name for source in config.sources} | set(guards)
     return choice_windows(len(names)) if config.responds else 0

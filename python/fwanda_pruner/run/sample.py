@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import PruneConfig
 from ..engine.all_weights import check_finite, fingerprint
@@ -16,13 +16,12 @@ from ..errors import UserError
 from ..formats.files import atomic_file
 from ..model.targets import find_targets
 from ..report.record import versions
-from ..text.own_text import sample_tokens, start_token_of
-from .energy import EnergyMeter
-from .stage import Codec, StageName, Stages
+from ..text.own_text import start_token_of
+from . import stages
+from .stage import StageName, Stages
 from .state import RunState
 
 _KEYS = {"text", "model", "seed", "window"}  # of each line; --calibration reads the text alone
-_TOKENS: Codec[Tensor] = Codec(lambda tokens: ({"tokens": tokens}, None), lambda tensors, _: tensors["tokens"])
 
 
 def check_sample_file(path: str | Path) -> None:
@@ -44,7 +43,6 @@ def write_sample(
     output: str | Path,
     *,
     config: PruneConfig,
-    start_token: str | None = None,
     state: RunState | None = None,
     progress: bool = True,
 ) -> tuple[float, float | str]:
@@ -55,8 +53,7 @@ def write_sample(
     Args:
         model, tokenizer: a causal language model and its tokenizer.
         output: the file, see check_sample_file().
-        config: nsamples, seqlen, seed, max_memory and energy count.
-        start_token: see start_token_of().
+        config: nsamples, seqlen, seed, start_token, max_memory and energy count.
         state: keeps the windows, so that an interrupted run does not draw them again.
         progress: show a bar, where standard error is a terminal.
 
@@ -72,23 +69,12 @@ def write_sample(
     device, state = model_device(model), state or RunState()
     stage = Stages(state, device)
     with stage.noting(), evaluating(model), device_rules(model, config):
-        start = start_token_of(model, tokenizer, start_token)
+        start = start_token_of(model, tokenizer, config.start_token)
         engine = make_engine(model, find_targets(model)[0], config, progress=progress)
         check_finite(engine)
         text = {"nsamples": config.nsamples, "seqlen": config.seqlen, "seed": config.seed}
         state.identify({**text, "start_token": start, "weights": fingerprint(engine), **versions(device)})
-        with stage.metered(EnergyMeter(device, config.energy)) as energy:
-            tokens = stage(
-                StageName.SAMPLE,
-                lambda: sample_tokens(
-                    model,
-                    start_token=start,
-                    **text,
-                    progress=progress,
-                    unfinished=stage.unfinished(StageName.SAMPLE),
-                ),
-                _TOKENS,
-            )
+        tokens, energy = stages.sampled(stage, engine, config, start, config.nsamples)
     with atomic_file(output) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for window, ids in enumerate(tokens.tolist()):
             line = {"text": tokenizer.decode(ids, clean_up_tokenization_spaces=False)}

@@ -76,7 +76,7 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
 
 
 def reads(config: PruneConfig, given: Statistics | None) -> dict[str, bool]:
-    """What a run reads: arguments of own_windows() and read_texts()."""
+    """Whether a run reads calibration text and domains: the arguments of these names of read_texts()."""
     measures = config.reads_statistics and given is None
     return {
         "calibration": config.runs_blocks or config.responds or measures,
@@ -94,12 +94,17 @@ def own_text(
     calibration: bool,
     domains: bool,
 ) -> tuple[Tensor | None, dict]:
-    """[S, L] int64 windows that the model writes itself, None where no source is that; and the energy that they took.
-
-    The energy is {stage: value}, as in EnergyMeter.to_dict()["phases"].
+    """The windows of text that the model writes itself.
 
     Args:
-        given: text that the model wrote in an earlier run; used where it has enough windows.
+        given: [S, L] int64 windows that the model wrote for an earlier run; taken if they are enough.
+        calibration, domains: as read_texts().
+
+    Returns:
+        [S, L] int64 windows, None if the run reads no such text; and their energy, as EnergyMeter.to_dict()["phases"].
+
+    Raises:
+        UserError: there is no tokenizer, or as start_token_of() and sample_tokens().
     """
     count = own_windows(config, calibration=calibration, domains=domains)
     if not count:
@@ -107,14 +112,22 @@ def own_text(
     if given is not None and len(given) >= count:
         return given[:count], {}
     if tokenizer is None:
-        raise UserError("the model's own text needs a tokenizer: pass one, or token ids [S, seqlen] as calibration")
+        raise UserError("the text 'self' needs a tokenizer, got none: pass one, or name another text")
     start = start_token_of(engine.model, tokenizer, config.start_token)
+    tokens, energy = sampled(stage, engine, config, start, count)
+    return tokens, energy.to_dict()["phases"]
+
+
+def sampled(
+    stage: Stages, engine: Engine, config: PruneConfig, start_token: int, count: int
+) -> tuple[Tensor, EnergyMeter]:
+    """[count, L] int64 windows that the model writes after a start token, and the meter of their energy."""
     with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
         tokens = stage(
             StageName.SAMPLE,
             lambda: sample_tokens(
                 engine.model,
-                start_token=start,
+                start_token=start_token,
                 nsamples=count,
                 seqlen=config.seqlen,
                 seed=config.seed,
@@ -123,7 +136,7 @@ def own_text(
             ),
             codecs.TOKENS,
         )
-    return tokens, energy.to_dict()["phases"]
+    return tokens, energy
 
 
 def texts(
@@ -197,10 +210,10 @@ def judge(
     statistics: Statistics | None,
     given: Choice | None,
 ) -> Judge | None:
-    """What compares masks; None where nothing is chosen.
+    """What compares masks; None if nothing is chosen.
 
     Args:
-        given: the choice of another run; then only the update of weights is judged.
+        given: the choice of another run. The search is then left out, and only updates of weights are compared.
     """
     if not config.responds or (given is not None and not config.traits.updates_weights):
         return None
@@ -217,11 +230,11 @@ def choice(
     judge: Judge | None,
     earlier: Choice | None,
 ) -> Choice | None:
-    """What the search of the allocation chose; None where the settings name one.
+    """What the search of "response" or "auto" chose; None without a search.
 
     Args:
         judge: from judge().
-        earlier: the choice of another run with the same masks, which is taken over.
+        earlier: the choice of another run with the same masks. It is taken, and the search is left out.
     """
     if earlier is not None:
         stage.notes += [note for note in earlier.notes if note not in stage.notes]
@@ -232,8 +245,8 @@ def choice(
     read = [domain.source for domain in texts.domains if not domain.unread]
     if read:
         warnings.warn(
-            f"no text of {', '.join(read)} is left to choose on: the allocation is chosen on the last windows of the "
-            f"calibration",
+            f"calibration reads all windows of {', '.join(read)}, so the allocation is chosen on the last of them; to "
+            f"choose on other text, use a smaller --nsamples or a longer text",
             stacklevel=2,
         )
     rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
@@ -275,7 +288,7 @@ def refit(
     judge: Judge | None,
     scales: ScoreScales | None,
 ) -> Refit | None:
-    """What decides about the update of the weights under the masks of a search; None where all updates are kept."""
+    """What decides in which blocks the update of the weights is kept, after a search; None if all updates are kept."""
     if judge is None or not config.traits.updates_weights:
         return None
     return Refit(judge, pack(engine, masks_of(config, engine, statistics, scales)))
@@ -284,9 +297,9 @@ def refit(
 def losses_before(
     stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, statistics: Statistics | None
 ) -> dict[str, Losses] | None:
-    """Losses of each domain before anything is pruned: "dense", and "wanda" under Wanda's masks where they differ.
+    """Losses of each domain before anything is pruned; None if nothing is compared.
 
-    None where nothing is compared.
+    Under "dense" those of the dense model. Under "wanda" those of Wanda's masks, if the result may differ from them.
     """
     if config.no_check or not texts.domains:
         return None
@@ -354,15 +367,15 @@ def domains(
 
 
 def _worse_than_wanda(config: PruneConfig, domain: Domain, losses: Losses) -> str:
-    where = f"{domain.source}, which calibration read" if not domain.unread else domain.source
+    where = domain.source if domain.unread else f"{domain.source} (windows of the calibration)"
     advice = "; try --allocation auto"
     if not domain.calibrated:
         advice = f"; add that text to the calibration: --calibration {domain.source}"
     elif config.responds:
         advice = "; give it a larger share of the calibration, or take --method wanda"
     return (
-        f"worse than Wanda on {where}: a loss of {losses['pruned']:.3f}, where Wanda's masks give "
-        f"{losses['wanda']:.3f}{advice}"
+        f"worse than Wanda on {where}: the loss is {losses['pruned']:.3f}, with Wanda's masks {losses['wanda']:.3f}"
+        f"{advice}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The texts of a run, as token ids: calibration, evaluation, and windows for comparisons."""
+"""Which texts a run reads, and what they are as token windows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..config import PruneConfig
 from ..errors import UserError
 from ..measure.statistics import Statistics
+from ..setting_checks import flag
 from ..source_shares import parse_sources
 from ..text.domains import Domain
 from ..text.sources import file_sha256
@@ -36,11 +37,11 @@ class Sources:
     bos: bool | None
 
     def identity(self) -> dict:
-        """Hashes that tell these texts from others."""
+        """Hashes that tell these texts from others: a resumed run must have the same."""
         given = self.calibration
-        texts = [given] if isinstance(given, Tensor) else [source.name for source in parse_sources(given)]
-        named = {"calibration": texts, "guard": self.guards, "eval": self.evaluation.values()}
-        return {f"{kind}_sha256": list(map(_sha256, given)) for kind, given in named.items()}
+        calibration = [given] if isinstance(given, Tensor) else [source.name for source in parse_sources(given)]
+        texts = {"calibration": calibration, "guard": self.guards, "eval": self.evaluation.values()}
+        return {f"{kind}_sha256": [_sha256(text) for text in those] for kind, those in texts.items()}
 
 
 def _sha256(text: str | Tensor) -> Any:
@@ -50,14 +51,14 @@ def _sha256(text: str | Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run reads; None where it reads nothing.
+    """The windows that a run reads, all on the CPU.
 
     Attributes:
-        calibration: [S, L] int64 windows on the CPU.
-        labels: [S] int64, the position of the source of each of them in config.sources.
-        evaluation: source -> [S, L] int64 windows on the CPU, in the order of the record.
+        calibration: [S, L] int64; None if the run reads no calibration text.
+        labels: [S] int64, for each calibration window the index of its source in config.sources; None as calibration.
+        evaluation: source -> [S, L] int64, in the order of the record.
         domains: windows for comparisons, and for the choice of an allocation.
-        bos: whether windows begin with BOS; None until a text has decided it.
+        bos: whether windows begin with BOS; None if all texts are token ids, which decide nothing.
     """
 
     calibration: Tensor | None
@@ -68,12 +69,20 @@ class Texts:
 
 
 def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> PruneConfig:
-    """The settings with the text that is really used, so that the record tells the truth.
+    """The settings with the texts that the run really uses, as the record holds them, and with all defaults filled in.
+
+    Args:
+        config: the settings.
+        calibration: overrides config.calibration: a text, several, or token ids [S, L] int64; None: the settings hold.
+        eval: overrides config.eval: a text, token ids [S, L] int64, or a list of them; None: the settings hold.
+        statistics: given ones. If no calibration text is read, the settings of theirs replace those of the config.
 
     Raises:
         UserError: token ids are not [S, L].
     """
     changes: dict = {}
+    if calibration is not None and not isinstance(calibration, Tensor):
+        config = replace(config, calibration=calibration)
     if statistics is not None:
         config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
         if not config.runs_blocks:
@@ -82,8 +91,6 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
     if isinstance(calibration, Tensor):
         _check_ids("calibration", calibration)
         changes |= {"calibration": (TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
-    elif calibration is not None:
-        changes["calibration"] = calibration
     if eval is not None:
         changes["eval"] = tuple(name for name, _ in _named(eval))
     return replace(config, **changes).resolved()
@@ -120,7 +127,9 @@ def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
         asked = getattr(config, name)
         value = tuple(value) if isinstance(value, list) else value
         if asked not in (value, defaults[name]):
-            warnings.warn(f"--{name} {asked} has no effect: the statistics are of --{name} {value}", stacklevel=4)
+            asked, value = (", ".join(x) if isinstance(x, tuple) else x for x in (asked, value))
+            of = flag(name)
+            warnings.warn(f"{of} {asked} has no effect: the statistics are of {of} {value}", stacklevel=4)
 
 
 def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> Sources:

@@ -1,4 +1,4 @@
-"""Text of several domains: what the loss of a pruned model is compared on, and what an allocation is chosen on."""
+"""Windows on which a pruned model is compared with Wanda's masks, and on which an allocation is chosen."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..source_shares import divide
+
 REPORTED = 8  # windows of a domain in the report
-_CHOICE, _LEAST_CHOICE = 8, 4  # windows on which an allocation is chosen: of all domains at least, of each at least
+_CHOICE = 8  # windows on which an allocation is chosen: at least so many of all domains together,
+_CHOICE_OF_EACH = 4  # and at least so many of each
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,10 @@ class Domain:
         source: name of the text.
         calibrated: whether the calibration reads other windows of it.
         guard: whether --guard names it.
-        unread: whether the calibration does not read these windows. Otherwise they are its last ones.
+        unread: True if the calibration does not read these windows. False if the text has no others than those that
+            the calibration reads; these are then the last of them.
         reported: [S, L] int64 windows for `domains` of the record.
-        choice: [S', L] int64 windows on which an allocation is chosen: others, where the text has more than one.
+        choice: [S', L] int64 windows on which an allocation is chosen: other ones, unless the text has a single window.
     """
 
     source: str
@@ -33,12 +37,21 @@ class Domain:
 
 
 def choice_windows(domains: int) -> int:
-    """Windows of each of so many domains on which an allocation is chosen."""
-    return max(_LEAST_CHOICE, -(-_CHOICE // domains))
+    """The number of windows of each domain on which an allocation is chosen.
+
+    Args:
+        domains: the number of domains.
+    """
+    return max(_CHOICE_OF_EACH, -(-_CHOICE // domains))
 
 
 def split_windows(windows: Tensor, choice: int) -> tuple[Tensor, Tensor]:
-    """Windows [S, L] -> those for the report and those for the choice. One window alone serves both."""
+    """Divides the windows [S, L] of a domain into `reported` and `choice`. A single window serves both.
+
+    Args:
+        windows: at least one.
+        choice: wanted windows for the choice; at most half of all are taken.
+    """
     if len(windows) == 1:
         return windows, windows
     count = min(choice, len(windows) // 2)
@@ -46,21 +59,17 @@ def split_windows(windows: Tensor, choice: int) -> tuple[Tensor, Tensor]:
 
 
 def spread_evenly(labels: Tensor, count: int) -> Tensor:
-    """Positions of `count` windows, spread evenly over the windows of each label.
+    """Positions of `count` windows that are spread evenly over the windows of each source.
 
     Args:
         labels: [S] int64, the source of each window.
         count: at most S.
 
     Returns:
-        [count] int64, ascending. Each label gets its share of them, by largest remainders.
+        [count] int64, ascending. Each source gets its share of them, by largest remainders.
     """
     groups = [torch.nonzero(labels == label).flatten() for label in labels.unique()]
-    exact = [count * len(group) / len(labels) for group in groups]
-    counts = [int(number) for number in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-    for i in by_remainder[: count - sum(counts)]:
-        counts[i] += 1
+    counts = divide(count, [len(group) for group in groups])
     chosen = [
         group[(torch.arange(n) * len(group) + len(group) // 2) // n]
         for group, n in zip(groups, counts, strict=True)

@@ -1,4 +1,4 @@
-"""Text that the model writes itself: a calibration set that needs no data."""
+"""Text that the model writes itself, for calibration without data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from ..model.targets import check_length
 
 _END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
 _ON_CPU = 16  # sequences at a time; a constant, so that free memory does not change the text
-_SPARE = 0.8  # of the free memory that a batch may count on
-_LOGIT_BYTES = 40  # of temporary tensors, for each entry of the vocabulary and sequence
-_CACHE_PER_WEIGHT, _ANY_CACHE = 3, 16 << 30  # bytes of cache beyond which a larger batch hardly gains speed
-_REPEATED, _REPETITIVE = 0.5, 0.25  # share of one token in a window, and of such windows in the text
+_USABLE = 0.8  # share of the free memory that a batch may take
+_LOGIT_BYTES = 40  # bytes of temporary tensors for each sequence and entry of the vocabulary
+# A larger batch hardly gains speed once its cache takes this many bytes for each byte of weights, and this many at all.
+_CACHE_PER_WEIGHT, _ANY_CACHE = 3, 16 << 30
+_REPEATED, _REPETITIVE = 0.5, 0.25  # largest share of one token in a window, and of windows that exceed it
 
 
 def sample_tokens(
@@ -37,9 +38,8 @@ def sample_tokens(
 ) -> Tensor:
     """Draws windows from the model's own distribution: ancestral sampling at temperature 1, without truncation.
 
-    Each window is what the model writes after the start token, which is not part of the window. Where the model ends a
-    document inside a window, it simply goes on: a model trained on documents that follow each other continues with the
-    next one.
+    Each window is what the model writes after the start token, which is not part of the window. The model also writes
+    on after the end of a document: it was trained on documents that follow each other, so it begins the next one.
 
     Each window has random numbers of its own: with a larger nsamples, the first windows stay the same up to rounding.
     On a CPU the same arguments always give the same text, also in a run that was interrupted. On a GPU, rounding can
@@ -52,7 +52,7 @@ def sample_tokens(
         seqlen: tokens in each.
         seed: of the draws.
         progress: show a bar, where standard error is a terminal.
-        unfinished: keeps the finished windows about every minute; None: never.
+        unfinished: saves the finished windows about every minute, for an interrupted run; None: never.
 
     Returns:
         [nsamples, seqlen] int64 on the CPU.
@@ -93,11 +93,11 @@ def sample_tokens(
 
 
 def start_token_of(model: nn.Module, tokenizer: Any, given: str | int | None = None) -> int:
-    """The token that a text of this model begins with.
+    """The token after which this model begins to write.
 
-    Without `given` it is, in this order: BOS of the tokenizer; BOS of the model's configuration, if it is a special
-    token of the tokenizer (some configurations name a BOS that their tokenizer does not have); the tokenizer's
-    <|endoftext|>, which stands between the documents that such models were trained on.
+    Without `given` it is the first that exists of: BOS of the tokenizer; BOS of the model's configuration, if it is a
+    special token of the tokenizer (some configurations name a BOS that their tokenizer does not have); <|endoftext|> of
+    the tokenizer, which stands between the documents that such models were trained on.
 
     Args:
         model: a causal language model.
@@ -105,10 +105,10 @@ def start_token_of(model: nn.Module, tokenizer: Any, given: str | int | None = N
         given: the number of a token, as int or as decimal digits, or the token itself.
 
     Returns:
-        Its number.
+        The number of the token.
 
     Raises:
-        UserError: the model has none, or `given` is not in its vocabulary.
+        UserError: there is no such token, or `given` is not in the vocabulary.
     """
     found = _found_start_token(model, tokenizer) if given is None else _given_start_token(tokenizer, given)
     size = model.get_input_embeddings().weight.shape[0]
@@ -143,8 +143,7 @@ def _found_start_token(model: nn.Module, tokenizer: Any) -> int:
         if token is not None:
             return token
     raise UserError(
-        f"{type(model).__name__} has no start token (no BOS and no {_END_OF_TEXT}); name the one that its texts begin "
-        f"with by --start-token ID|TOKEN"
+        f"{type(model).__name__} has no start token, neither BOS nor {_END_OF_TEXT}; name one by --start-token ID|TOKEN"
     )
 
 
@@ -155,7 +154,7 @@ def _batch_size(model: nn.Module, windows: int, seqlen: int, start_token: int) -
         weights = sum(parameter.nbytes for parameter in model.parameters())
         cache = seqlen * cache_bytes(model, start_token)
         temporary = _LOGIT_BYTES * model.config.get_text_config().vocab_size
-        fits = _SPARE * free_memory(device) / (cache + temporary)
+        fits = _USABLE * free_memory(device) / (cache + temporary)
         useful = max(_CACHE_PER_WEIGHT * weights, _ANY_CACHE) / max(cache, 1)
         most = max(1, int(min(fits, useful)))
     return math.ceil(windows / max(1, math.ceil(windows / most)))
@@ -173,13 +172,13 @@ def _smaller(size: int, device: torch.device, seqlen: int) -> int:
 
 
 def _refuse_repetition(tokens: Tensor) -> None:
-    """Refuses a text of which over a quarter of the windows repeat one token in over half of their positions."""
+    """Refuses a text if in over a quarter of its windows one token makes up more than half."""
     commonest = tokens.mode(-1).values
     repetitive = (tokens == commonest[:, None]).double().mean(-1) > _REPEATED
     count = int(repetitive.sum())
     if count > _REPETITIVE * len(tokens):
         raise UserError(
-            f"the text of the model degenerates: in {count} of {len(tokens)} windows more than half of the tokens are "
-            f"the same one (the first repeats token {int(commonest[repetitive][0])}); name another --start-token, use "
+            f"the model repeats itself: in {count} of {len(tokens)} windows that it wrote, one token makes up more "
+            f"than half (in the first of them token {int(commonest[repetitive][0])}); name another --start-token, use "
             f"a --dtype of larger range, or calibrate on another text"
         )
