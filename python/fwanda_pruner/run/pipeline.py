@@ -208,7 +208,7 @@ def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], pro
 
     Args:
         model, tokenizer, progress: as prune().
-        configs: with the same seqlen, seed and start_token. The one that reads the most windows decides.
+        configs: with the same seqlen, own_seed() and start_token. The one that reads the most windows decides.
 
     Returns:
         [S, L] int64 windows on the CPU; None where no run reads any.
