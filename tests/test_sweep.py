@@ -304,7 +304,7 @@ BROKEN = {
     "cels: [{method: wanda}]": "unknown key 'cels'; the keys are base, cells",
     "3": "must be a mapping with the keys base, cells, seeds, tasks, share_statistics, got int",
     "cells: [{method: wanda}]\nshare_statistics: maybe": "share_statistics must be true or false, got str",
-    'cells: [{method: wanda, eval: "a\\0b.txt"}]': "--eval holds a null character, got",
+    'cells: [{method: wanda, eval: "a\\0b.txt"}]': "--eval holds an unprintable character, got",
     "cells: [{method: wanda}]\nseeds: []": "a list of seeds or of values is empty",
     "cells: [{method: []}]": "a list of seeds or of values is empty",
     "cells: [{method: wanda}]\ntasks: [1]": "tasks must be a list of names",

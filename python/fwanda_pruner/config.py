@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from .errors import UserError, one_line
+from .errors import UserError, has_control, one_line
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
-from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, parse_sources
+from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
     "method": "what is pruned, and how",
@@ -253,8 +253,8 @@ class PruneConfig:
             raise UserError(f"{flag(name)} must be text, got {_show(value)}{hint}")
         if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
             raise UserError(f"{flag(name)} must be a list of texts, got {_show(value)}")
-        if any("\0" in text for text in ((value,) if kind is str else value if kind is list else ())):
-            raise UserError(f"{flag(name)} holds a null character, got {_show(value)}")
+        if any(map(has_control, (value,) if kind is str else value if kind is list else ())):
+            raise UserError(f"{flag(name)} holds an unprintable character, got {_show(value)}; rename it")
         if kind is bool and not isinstance(value, bool):
             raise UserError(f"{flag(name)} must be true or false, got {_show(value)}")
         if kind is int:
@@ -359,7 +359,8 @@ class PruneConfig:
     @property
     def guards(self) -> tuple[str, ...]:
         """The texts of --guard, or those that stand for it."""
-        return () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
+        guards = () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
+        return named_as(guards, self.sources)
 
     @property
     def fisher_windows(self) -> int:

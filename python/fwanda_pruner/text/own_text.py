@@ -14,7 +14,7 @@ from ..engine.decode import Decoder, cache_bytes
 from ..engine.device import evaluating, model_device
 from ..engine.memory import free_memory
 from ..engine.resume import Unfinished
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..model.targets import check_length
 
 _END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
@@ -22,6 +22,7 @@ _ON_CPU = 16  # sequences at a time; a constant, so that free memory does not ch
 _SPARE = 0.8  # of the free memory that a batch may count on
 _LOGIT_BYTES = 40  # of temporary tensors, for each entry of the vocabulary and sequence
 _CACHE_PER_WEIGHT, _ANY_CACHE = 3, 16 << 30  # bytes of cache beyond which a larger batch hardly gains speed
+_DIGITS = 18  # of the number of a token; int() refuses a text of thousands
 _REPEATED, _REPETITIVE = 0.5, 0.25  # share of one token in a window, and of such windows in the text
 
 
@@ -118,11 +119,13 @@ def start_token_of(model: nn.Module, tokenizer: Any, given: str | int | None = N
 
 
 def _given_start_token(tokenizer: Any, given: str | int) -> int:
-    if isinstance(given, int) or given.isdecimal():
+    if isinstance(given, int) or (given.isdecimal() and len(given) <= _DIGITS):
         return int(given)
     found = None if tokenizer is None else tokenizer.get_vocab().get(given)
     if found is None:
-        raise UserError(f"--start-token must be a token of the tokenizer or the number of one, got {given!r}")
+        raise UserError(
+            f"--start-token must be a token of the tokenizer or the number of one, got {shortened(given)!r}"
+        )
     return found
 
 
