@@ -174,7 +174,7 @@ def test_cells_share_the_text_that_the_model_writes(recipe, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(stages, "sample_tokens", counted)
         cells = run(found, tmp_path / "out")
-    assert sorted(drawn) == [0, 1]
+    assert len(drawn) == len(set(drawn)) == 3 and {0, 1} <= set(drawn)  # the guard alone reads another text
     for config, cell in zip(found.cells, cells, strict=True):
         alone = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
         assert measured(cell) == [text["pruned"] for text in alone.perplexity]
