@@ -74,6 +74,8 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         UserError: token ids are not [S, L].
     """
     changes: dict = {}
+    if calibration is not None and not isinstance(calibration, Tensor):
+        config = replace(config, calibration=calibration)
     if statistics is not None:
         config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
         read = {} if statistics.fisher_samples is None else {"fisher_samples": statistics.fisher_samples}
@@ -84,8 +86,6 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
     if isinstance(calibration, Tensor):
         _check_ids("calibration", calibration)
         changes |= {"calibration": (TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
-    elif calibration is not None:
-        changes["calibration"] = calibration
     if eval is not None:
         changes["eval"] = tuple(name for name, _ in _named(eval))
     return replace(config, **changes).resolved()
