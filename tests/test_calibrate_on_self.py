@@ -106,6 +106,15 @@ def test_own_text_as_a_guard(folder):
     assert report.seconds["sample"] > 0
 
 
+def test_own_text_as_a_guard_is_not_what_the_command_wrote_for_calibration(folder, tmp_path):
+    """`fwanda sample` draws with the same default seed; the guard must hold windows that calibration did not read."""
+    file, tokenizer = tmp_path / "own.jsonl", tiny.tokenizer()
+    text = ["--nsamples", "20", "--seqlen", str(LENGTH), "--device", "cpu"]
+    assert main(["sample", str(folder / "model"), "--output", str(file), *text]) == 0
+    own_file, guard = prune(tokenizer=tokenizer, calibration=str(file), guard="self").domains
+    assert not own_file["unread"] and guard["unread"] and guard["dense"] != own_file["dense"]
+
+
 @pytest.mark.parametrize(
     "settings", [{"method": "magnitude"}, {"no_check": True, "method": "magnitude"}], ids=["guards", "no check"]
 )

@@ -200,6 +200,9 @@ MISTAKES = {
     "no text": (["--calibration", ""], "--calibration has an empty name; give the name of a text or a file"),
     "energy of another kind": (["--energy", "gros"], "--energy must be one of gross, net, got 'gros'"),
     "no cuda here": (["--device", "cuda"], "cuda"),
+    "text whose name has a line break": (["--guard", "a\nb.txt"], "--guard holds an unprintable character, got"),
+    "text whose name is not UTF-8": (["--eval", "\udcff.txt"], "--eval holds an unprintable character, got"),
+    "start token of many digits": (["--calibration", "self", "--start-token", "9" * 5000], "--start-token must be"),
     "statistics that are none": (["--statistics", "nowhere.safetensors"], "is not a statistics file"),
 }
 
@@ -227,6 +230,15 @@ def test_text_that_is_too_short(text, expected, folder, tmp_path, capsys):
     assert main(arguments(folder, tmp_path / "out", "--calibration", str(folder / text))) == 2
     check_one_line(capsys, expected)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("output", ["{}/a.txt", "{}/nowhere/a{}", "{}/calibration.txt/a{}", "{}/" + 210 * "a" + "{}"])
+@pytest.mark.parametrize(("command", "suffix"), [("calibrate", ".safetensors"), ("sample", ".jsonl")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_read(command, suffix, output, folder, capsys):
+    before = sorted(folder.iterdir())
+    assert main([command, str(folder / "no-model"), "--output", output.format(folder, suffix)]) == 2
+    check_one_line(capsys, "output")
+    assert sorted(folder.iterdir()) == before
 
 
 def test_output_that_is_not_empty_is_refused_unless_overwritten(folder, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """--fisher-samples: the backward pass on some of the windows, the forward pass on all."""
 
+from dataclasses import replace
 from functools import partial
 
 import measuring
@@ -219,6 +220,25 @@ def test_a_file_whose_counts_fit_no_backward_pass_is_refused(change, tmp_path):
     statistics.save(tmp_path / "s.safetensors")
     with pytest.raises(UserError, match="is not a statistics file of `fwanda calibrate`"):
         Statistics.load(tmp_path / "s.safetensors")
+
+
+@pytest.mark.fault("statistics file")
+@pytest.mark.parametrize(
+    "change", [{"bos": 1}, {"fisher": "other"}, {"fisher_samples": "few"}, {"text": {"nsamples": -1}}], ids=str
+)
+def test_a_file_with_settings_that_no_run_has_is_refused(change, tmp_path):
+    replace(collected(fisher_samples="8"), **change).save(tmp_path / "s.safetensors")
+    with pytest.raises(UserError, match="is not a statistics file of `fwanda calibrate`"):
+        Statistics.load(tmp_path / "s.safetensors")
+
+
+@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
+def test_given_statistics_decide_about_the_windows_and_say_so(method):
+    statistics, tokens = collected(fisher_samples="8"), tiny.tokens(40, 24)
+    settings = {"method": method, "fisher_samples": "16", "statistics": statistics, "calibration": tokens}
+    report = fwanda_pruner.prune(tiny.llama(), progress=False, **settings)
+    assert report.config["fisher_samples"] == "8"
+    assert "--fisher-samples 16 has no effect: the statistics are of --fisher-samples 8" in report.warnings
 
 
 # Interruptions

@@ -157,6 +157,15 @@ def test_with_bos_the_windows_hold_one_token_of_text_less(files):
     assert origin(found.calibration[:, 1:]) == found.labels.tolist()
 
 
+def test_a_guard_that_is_a_source_by_another_path_is_one_domain(files, tmp_path):
+    (tmp_path / "link.txt").symlink_to(files[0])
+    found = read(files[0], guard=(str(tmp_path / "link.txt"), files[1]))
+    assert [(d.source, d.calibrated, d.guard) for d in found.domains] == [
+        (files[0], True, True),
+        (files[1], False, True),
+    ]
+
+
 # The model's own text among the sources
 
 

@@ -213,6 +213,18 @@ def test_text_settings_that_statistics_make_void_are_said():
     assert report.warnings == ["--calibration a, b has no effect: the statistics are of --calibration tokens"]
 
 
+def test_statistics_are_not_recorded_as_of_the_text_that_is_named_beside_them(tmp_path):
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for seed, path in enumerate(texts):
+        path.write_text(tiny.text(800, seed))
+    measured, named = map(str, texts)
+    settings = {"config": PruneConfig(nsamples=16, seqlen=24, guard="none"), "progress": False}
+    statistics = fwanda_pruner.collect(tiny.llama(), tiny.tokenizer(), calibration=measured, **settings)
+    report = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), statistics=statistics, calibration=named, **settings)
+    assert report.config["calibration"] == [measured] == [domain["source"] for domain in report.domains]
+    assert f"--calibration {named} has no effect: the statistics are of --calibration {measured}" in report.warnings
+
+
 def test_prune_works_under_no_grad():
     with torch.no_grad():
         assert prune(tiny.llama(), method="fwanda", allocation="global").sparsity["matrices"] == pytest.approx(

@@ -151,12 +151,11 @@ def _print_plan(model, config: PruneConfig) -> None:
 def calibrate(args: argparse.Namespace) -> None:
     """Measures statistics and writes them."""
     config = _config(args)
-    output = Path(args.output)
-    if output.suffix != ".safetensors" or not os.access(output.parent, os.W_OK) or output.is_dir():
-        raise UserError(f"--output must be a .safetensors file in an existing, writable folder, got {args.output}")
+    from .formats.files import check_file
     from .measure.statistics import Statistics
     from .run.pipeline import collect
 
+    output = check_file(args.output, ".safetensors")
     if output.exists():
         Statistics.load(output)  # refuses to replace another kind of file
     _check_texts(calibration=config.calibration)

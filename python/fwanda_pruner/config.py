@@ -10,7 +10,7 @@ from pathlib import Path
 from .errors import UserError, one_line
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
 from .setting_checks import check_sparsity, check_value, flag, show
-from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, parse_sources
+from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
     "method": "what is pruned, and how",
@@ -310,7 +310,8 @@ class PruneConfig:
     @property
     def guards(self) -> tuple[str, ...]:
         """The texts of --guard; GUARDS without it, nothing after --guard none."""
-        return () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
+        guards = () if self.guard == ("none",) else GUARDS if self.guard is None else self.guard
+        return named_as(guards, self.sources)
 
     @property
     def fisher_windows(self) -> int:

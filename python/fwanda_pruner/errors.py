@@ -1,5 +1,7 @@
 """The error for mistakes that the user can fix, and helpers that keep its message on one line."""
 
+import unicodedata
+
 
 class UserError(ValueError):
     """A mistake in the input that the user can fix.
@@ -19,3 +21,8 @@ def shortened(text: str, limit: int = 80) -> str:
     """Any text on one line of at most `limit` characters, with control characters escaped."""
     text = ascii(text)[1:-1] if not text.isprintable() else text
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def has_control(text: str) -> bool:
+    """Whether a text holds a control character, such as a line break, or a part of a name that is not Unicode."""
+    return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)

@@ -6,7 +6,7 @@ import re
 import reprlib
 from fractions import Fraction
 
-from .errors import UserError
+from .errors import UserError, has_control
 
 _LARGEST_EXPONENT = 4
 _LARGEST_GROUP = 1024
@@ -54,8 +54,8 @@ def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
         raise UserError(f"{flag(name)} must be text, got {show(value)}{hint}")
     if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
         raise UserError(f"{flag(name)} must be a list of texts, got {show(value)}")
-    if any("\0" in text for text in ((value,) if kind is str else value if kind is list else ())):
-        raise UserError(f"{flag(name)} holds a null character, got {show(value)}")
+    if any(map(has_control, (value,) if kind is str else value if kind is list else ())):
+        raise UserError(f"{flag(name)} holds an unprintable character, got {show(value)}; rename it")
     if kind is bool and not isinstance(value, bool):
         raise UserError(f"{flag(name)} must be true or false, got {show(value)}")
     if kind is int:

@@ -47,7 +47,7 @@ def check_names(names: Sequence[str], flag: str) -> None:
     for name in names:
         if not name.strip():
             raise UserError(f"{flag} has an empty name; give the name of a text or a file")
-        key = os.path.realpath(name) if "\0" not in name and os.path.isfile(name) else name
+        key = _text_of(name)
         if key in seen:
             raise UserError(f"{flag} names {shortened(name)} twice; give each text once")
         seen.add(key)
@@ -64,6 +64,12 @@ def divide(total: int, shares: Sequence[Fraction | int]) -> list[int]:
     for i in by_remainder[: total - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+def named_as(names: Sequence[str], sources: Sequence[SourceShare]) -> tuple[str, ...]:
+    """The names, where one that is another path of a source's file becomes the name of that source."""
+    known = {_text_of(source.name): source.name for source in sources}
+    return tuple(known.get(_text_of(name), name) for name in names)
 
 
 def counts_of(sources: Sequence[SourceShare], total: int) -> list[int]:
@@ -86,6 +92,11 @@ def interleaved(counts: Sequence[int]) -> list[int]:
     """The source of each window, in an order that spreads the windows of every source evenly: [2, 1] -> [0, 1, 0]."""
     places = [((i + 0.5) / count, source) for source, count in enumerate(counts) for i in range(count)]
     return [source for _, source in sorted(places)]
+
+
+def _text_of(name: str) -> str:
+    """What is the same for all names of one text: the path of a file, links followed."""
+    return os.path.realpath(name) if "\0" not in name and os.path.isfile(name) else name
 
 
 def _parse(text: str) -> SourceShare:

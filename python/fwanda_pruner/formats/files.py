@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import UserError, shortened
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -117,6 +117,26 @@ def check_output(
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
         raise UserError(f"output {output} needs {_size(needed_bytes)}, the disk has {_size(free)} free; make room")
+
+
+def check_file(path: str | Path, suffix: str) -> Path:
+    """Refuses an output file that could not be written. Writes nothing.
+
+    Args:
+        path: the file to be made; an existing one is accepted.
+        suffix: which its name must have, with the dot.
+
+    Returns:
+        The path.
+
+    Raises:
+        UserError: the name is too long or has another suffix, or the folder is missing or not writable.
+    """
+    resolved = _resolve(path)
+    folder = resolved.parent
+    if resolved.suffix != suffix or not folder.is_dir() or not os.access(folder, os.W_OK) or resolved.is_dir():
+        raise UserError(f"--output must be a {suffix} file in an existing, writable folder, got {shortened(str(path))}")
+    return Path(path)
 
 
 def remove_leftovers(output: str | Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fwanda_kernels as fk
 
-from ..config import settings_of
+from ..config import PruneConfig, settings_of
 from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine
 from ..engine.resume import Unfinished
@@ -150,8 +150,9 @@ class Statistics:
         )
         text = isinstance(self.text, dict) and set(self.text) <= set(settings_of("text"))
         passes = self.passes is None or (isinstance(self.passes, dict) and "checkpointing" in self.passes)
-        if not (counted and named and text and passes and self.bos in (None, True, False)):
+        if not (counted and named and text and passes and isinstance(self.bos, (bool, type(None)))):
             raise ValueError("its values have the wrong types")
+        PruneConfig(**self.text, fisher=self.fisher, fisher_samples=self.fisher_samples or "all")
 
     def fingerprint(self) -> str:
         """sha256 of the sums."""

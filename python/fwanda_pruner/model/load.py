@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ..errors import UserError
+from ..errors import UserError, has_control, shortened
 from .gguf_check import GgufShape, read_shape
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -68,6 +68,8 @@ def load_model(
     target = _device(device)
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if has_control(name):
+        raise UserError(f"model {shortened(name)} holds an unprintable character; rename it")
     try:
         exists = Path(name).exists()
     except (OSError, ValueError) as error:

@@ -252,7 +252,9 @@ def _get(data: dict, key: str, kinds, where: str = ""):
     if not isinstance(data, dict) or key not in data:
         raise UserError(f"key {where + key!r} is missing; the file is not a complete report")
     value = data[key]
-    if not isinstance(value, kinds) or (isinstance(value, int) and abs(value) >= 2**63):
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    fits = isinstance(value, kinds) and (bool in allowed or not isinstance(value, bool))
+    if not fits or (isinstance(value, int) and not 0 <= value < 2**63):
         raise UserError(f"key {where + key!r} holds {_show(value)}, which no report has there")
     return value
 
@@ -281,7 +283,7 @@ def _domain(data: dict, index: int) -> dict:
     where = f"domains[{index}]."
     facts = {key: _get(data, key, kinds, where) for key, kinds in _DOMAIN_KINDS.items()}
     for key in ("dense", "wanda", "pruned"):
-        if isinstance(facts[key], bool) or not (facts[key] is None or math.isfinite(facts[key])):
+        if not (facts[key] is None or math.isfinite(facts[key])):
             raise UserError(f"key {where + key!r} holds {_show(facts[key])}, expected a number or null")
     return facts
 
@@ -289,7 +291,10 @@ def _domain(data: dict, index: int) -> dict:
 def _refit(data) -> dict | None:
     if data is None:
         return None
-    return {key: _get(data, key, int, "refit.") for key in ("blocks", "kept")}
+    facts = {key: _get(data, key, int, "refit.") for key in ("blocks", "kept")}
+    if facts["kept"] > facts["blocks"]:
+        raise UserError(f"key 'refit.kept' holds {_show(facts['kept'])}, expected at most the number of blocks")
+    return facts
 
 
 def _row_histogram(counts) -> list[int] | None:

@@ -210,7 +210,8 @@ def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], pro
 
     Args:
         model, tokenizer, progress: as prune().
-        configs: with the same seqlen, seed and start_token. There are as many windows as the run that reads most needs.
+        configs: with the same seqlen, own_seed() and start_token. There are as many windows as the run that reads most
+            needs.
 
     Returns:
         [S, L] int64 windows on the CPU; None if no run reads any.

@@ -28,6 +28,8 @@ from ..text.windows import (
 )
 from .texts import TOKENS, Sources, Texts
 
+_GUARD_SEED = 1 << 62
+
 
 def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int:
     """The number of windows that the model must write for a run; 0 if the run reads no text of the model's own.
@@ -42,6 +44,16 @@ def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int
     if OWN_TEXT in names and (calibration or (domains and config.compares_with_wanda)):
         return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + REPORTED + choice_windows(1)
     return REPORTED + _choice(config, config.guards) if domains and OWN_TEXT in config.guards else 0
+
+
+def own_seed(config: PruneConfig) -> int:
+    """The seed of the model's own text.
+
+    Where only a guard reads it, it is another one than --seed, with which `fwanda sample` draws: that text may be the
+    calibration, and the guard must not read the same windows.
+    """
+    calibrates = OWN_TEXT in [source.name for source in config.sources]
+    return config.seed if calibrates else config.seed ^ _GUARD_SEED
 
 
 def read_texts(
@@ -179,7 +191,7 @@ class _Reader:
             tokens = calibration_tokens(given, None, **self._settings(len(given)), bos=bos)
             return _Mix.of(tokens)
         if given == (TOKENS,):
-            raise UserError("the statistics were measured on token ids; give the same ids as calibration")
+            raise UserError("the calibration was given as token ids; give the same ids as calibration again")
         counts = counts_of(config.sources, config.nsamples)
         parts, further = zip(
             *(self._source(s.name, n, bos) for s, n in zip(config.sources, counts, strict=True)), strict=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from torch import nn
@@ -13,7 +12,7 @@ from ..engine.all_weights import check_finite, fingerprint
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import make_engine
 from ..errors import UserError
-from ..formats.files import atomic_file
+from ..formats.files import atomic_file, check_file
 from ..model.targets import find_targets
 from ..report.record import versions
 from ..text.own_text import start_token_of
@@ -30,9 +29,7 @@ def check_sample_file(path: str | Path) -> None:
     Raises:
         UserError: the name does not end in .jsonl, the folder is missing or not writable, or another file has the name.
     """
-    path = Path(path)
-    if path.suffix != ".jsonl" or not os.access(path.parent, os.W_OK) or path.is_dir():
-        raise UserError(f"--output must be a .jsonl file in an existing, writable folder, got {path}")
+    path = check_file(path, ".jsonl")
     if path.exists() and not _is_sample(path):
         raise UserError(f"--output {path} exists and was not written by fwanda sample; choose another name")
 

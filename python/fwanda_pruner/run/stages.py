@@ -34,7 +34,7 @@ from ..text.own_text import sample_tokens, start_token_of
 from ..text.windows import tokens_sha256
 from . import codecs
 from .energy import EnergyMeter
-from .read_texts import own_windows, read_texts
+from .read_texts import own_seed, own_windows, read_texts
 from .stage import StageName, Stages
 from .state import RunState
 from .texts import Sources, Texts
@@ -130,7 +130,7 @@ def sampled(
                 start_token=start_token,
                 nsamples=count,
                 seqlen=config.seqlen,
-                seed=config.seed,
+                seed=own_seed(config),
                 progress=engine.progress,
                 unfinished=stage.unfinished(StageName.SAMPLE),
             ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import PruneConfig
+from ..config import PruneConfig, flag
 from ..errors import UserError
 from ..measure.statistics import Statistics
 from ..setting_checks import flag
@@ -85,9 +85,11 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         config = replace(config, calibration=calibration)
     if statistics is not None:
         config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
+        read = {} if statistics.fisher_samples is None else {"fisher_samples": statistics.fisher_samples}
         if not config.runs_blocks:
-            _warn_of_other_text(config, statistics)
-            changes |= statistics.text | {"fisher_samples": statistics.fisher_samples or config.fisher_samples}
+            read |= statistics.text
+        _warn_of_other_text(config, read)
+        changes |= read
     if isinstance(calibration, Tensor):
         _check_ids("calibration", calibration)
         changes |= {"calibration": (TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
@@ -121,9 +123,9 @@ def _check_ids(name: str, tokens: Tensor) -> None:
         raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
 
 
-def _warn_of_other_text(config: PruneConfig, statistics: Statistics) -> None:
+def _warn_of_other_text(config: PruneConfig, read: dict) -> None:
     defaults = {f.name: f.default for f in fields(PruneConfig)}
-    for name, value in statistics.text.items():
+    for name, value in read.items():
         asked = getattr(config, name)
         value = tuple(value) if isinstance(value, list) else value
         if asked not in (value, defaults[name]):

@@ -24,6 +24,7 @@ from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
 from ..model.targets import find_targets
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
+from ..run.read_texts import own_seed
 from ..text.sources import file_sha256
 from .recipe import Recipe, describe
 
@@ -221,7 +222,7 @@ def _calibration(config: PruneConfig) -> tuple[str, ...]:
 
 def _writing(config: PruneConfig) -> tuple:
     """The settings that the model's own text depends on, besides the number of its windows."""
-    return config.seqlen, config.seed, config.start_token
+    return config.seqlen, own_seed(config), config.start_token
 
 
 def _text_names(config: PruneConfig) -> list[str]:

@@ -14,7 +14,7 @@ from ..engine.decode import Decoder, cache_bytes
 from ..engine.device import evaluating, model_device
 from ..engine.memory import free_memory
 from ..engine.resume import Unfinished
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..model.targets import check_length
 
 _END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
@@ -23,6 +23,7 @@ _USABLE = 0.8  # share of the free memory that a batch may take
 _LOGIT_BYTES = 40  # bytes of temporary tensors for each sequence and entry of the vocabulary
 # A larger batch hardly gains speed once its cache takes this many bytes for each byte of weights, and this many at all.
 _CACHE_PER_WEIGHT, _ANY_CACHE = 3, 16 << 30
+_DIGITS = 18  # of the number of a token; int() refuses a text of thousands
 _REPEATED, _REPETITIVE = 0.5, 0.25  # largest share of one token in a window, and of windows that exceed it
 
 
@@ -118,11 +119,13 @@ def start_token_of(model: nn.Module, tokenizer: Any, given: str | int | None = N
 
 
 def _given_start_token(tokenizer: Any, given: str | int) -> int:
-    if isinstance(given, int) or given.isdecimal():
+    if isinstance(given, int) or (given.isdecimal() and len(given) <= _DIGITS):
         return int(given)
     found = None if tokenizer is None else tokenizer.get_vocab().get(given)
     if found is None:
-        raise UserError(f"--start-token must be a token of the tokenizer or the number of one, got {given!r}")
+        raise UserError(
+            f"--start-token must be a token of the tokenizer or the number of one, got {shortened(given)!r}"
+        )
     return found
 
 
