@@ -114,7 +114,8 @@ class _Mix:
     @classmethod
     def of(cls, tokens: Tensor) -> _Mix:
         """Windows of one source."""
-        return cls(tokens, torch.zeros(len(tokens), dtype=torch.int64), (tokens[:0],))
+        labels = torch.zeros(1, dtype=torch.int64).expand(len(tokens))  # takes no memory for each window
+        return cls(tokens, labels, (tokens[:0],))
 
 
 @dataclass(frozen=True)
