@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import PruneConfig, flag
+from ..config import PruneConfig
 from ..errors import UserError
 from ..measure.statistics import Statistics
 from ..setting_checks import flag
