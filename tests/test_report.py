@@ -231,9 +231,9 @@ def compared() -> Report:
 def test_each_domain_has_a_line_of_the_summary():
     told = [line.split(maxsplit=1)[1] for line in summary(compared()).splitlines() if line.startswith("domain")]
     assert told == [
-        "c4: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on other windows)",
-        "tokens: loss 2.000 -> 2.250, Wanda 2.500  (8 windows, calibrated on these windows)",
-        "code: loss 0.500 -> 1.125, Wanda -  (6 windows, not calibrated on)",
+        "c4: loss 2.000 -> 2.250 nats, with Wanda's masks 2.500  (8 windows, calibrated on other windows)",
+        "tokens: loss 2.000 -> 2.250 nats, with Wanda's masks 2.500  (8 windows, calibrated on these windows)",
+        "code: loss 0.500 -> 1.125 nats, with Wanda's masks -  (6 windows, not calibrated on)",
     ]
 
 

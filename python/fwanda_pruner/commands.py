@@ -181,7 +181,8 @@ def sample(args: argparse.Namespace) -> None:
     print(f"seconds     {seconds:.1f} for {config.nsamples} windows of {config.seqlen} tokens")
     print(f"energy      {energy if isinstance(energy, str) else f'{energy:.0f} J gross'}")
     print(f"saved       {args.output}")
-    print(f"next: fwanda prune {args.model} --calibration {args.output} --sparsity 0.5 --output DIR")
+    text = f"--calibration {args.output} --seqlen {config.seqlen}"
+    print(f"next: fwanda prune {args.model} {text} --sparsity 0.5 --output DIR")
 
 
 def _warn_of_fresh_start(args: argparse.Namespace, state) -> None:

@@ -254,7 +254,9 @@ class PruneConfig:
                 f"--guard none turns all guards off, got {', '.join(self.guard)}; leave none or the others out"
             )
         if self.fisher_samples != "all" and not re.fullmatch("[1-9][0-9]{0,5}", self.fisher_samples):
-            raise UserError(f"--fisher-samples must be all or a number of windows, got {show(self.fisher_samples)}")
+            raise UserError(
+                f"--fisher-samples must be all or a number of windows from 1 on, got {show(self.fisher_samples)}"
+            )
 
     def _check_memory(self) -> None:
         if self.micro_batch != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", self.micro_batch):

@@ -61,8 +61,8 @@ def summary(report: Report) -> str:
 def _domain_lines(report: Report) -> list[str]:
     """Loss of the dense and the pruned model on each domain, beside that of Wanda's masks."""
     return [
-        f"domain      {domain['source']}: loss {_loss(domain['dense'])} -> {_loss(domain['pruned'])},"
-        f" Wanda {_loss(domain['wanda'])}  ({domain['windows']} windows, {_reading(domain)})"
+        f"domain      {domain['source']}: loss {_loss(domain['dense'])} -> {_loss(domain['pruned'])} nats,"
+        f" with Wanda's masks {_loss(domain['wanda'])}  ({domain['windows']} windows, {_reading(domain)})"
         for domain in report.domains
     ]
 
