@@ -59,3 +59,15 @@ def interrupted_after(stage: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunState, "keep", interrupted)
         yield
+
+
+class InterruptedState(RunState):
+    """A state in which Ctrl-C comes once the n-th file is written."""
+
+    saves_left = 0
+
+    def keep(self, *arguments) -> None:
+        super().keep(*arguments)
+        self.saves_left -= 1
+        if self.saves_left == 0:
+            raise KeyboardInterrupt

@@ -22,17 +22,13 @@ COMPARED = [{}, {"allocation": "row"}, {"method": "fsparsegpt"}, {"allocation": 
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(tiny.text(2000))
-    return str(path)
+    return tiny.text_file(tmp_path)
 
 
 @pytest.fixture
 def guard(tmp_path):
     """Another text: one document a line."""
-    path = tmp_path / "guard.jsonl"
-    path.write_text("".join(json.dumps({"text": tiny.text(40, seed=i)}) + "\n" for i in range(30)))
-    return str(path)
+    return tiny.guard_file(tmp_path)
 
 
 def prune(text, guard="none", model=None, **settings):

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import tiny
 import torch
-from interrupt import interrupted_after
+from interrupt import InterruptedState, interrupted_after
 from measuring import engine_of
 from test_prune import idle_experts
 
@@ -18,7 +18,6 @@ from fwanda_pruner.cli import main
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.run import stage
 from fwanda_pruner.run.stage import StageName, Stages
-from fwanda_pruner.run.state import RunState
 from fwanda_pruner.text.domains import spread_evenly
 
 TOKENS = tiny.tokens(9, 24)
@@ -242,18 +241,6 @@ def test_given_statistics_decide_about_the_windows_and_say_so(method):
 
 
 # Interruptions
-
-
-class InterruptedState(RunState):
-    """A state in which Ctrl-C comes once the n-th file is written."""
-
-    saves_left = 0
-
-    def keep(self, *arguments) -> None:
-        super().keep(*arguments)
-        self.saves_left -= 1
-        if self.saves_left == 0:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.fault("long run dies")

@@ -1,7 +1,6 @@
 """`--allocation auto`: the masks are tried in passing, on text of all domains that calibration did not read."""
 
 import itertools
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -55,16 +54,12 @@ def same_weights(one, other) -> bool:
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(tiny.text(2000))
-    return str(path)
+    return tiny.text_file(tmp_path)
 
 
 @pytest.fixture
 def guard(tmp_path):
-    path = tmp_path / "guard.jsonl"
-    path.write_text("".join(json.dumps({"text": tiny.text(40, seed=i)}) + "\n" for i in range(30)))
-    return str(path)
+    return tiny.guard_file(tmp_path)
 
 
 # Trying masks

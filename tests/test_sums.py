@@ -7,6 +7,7 @@ import oracle
 import pytest
 import tiny
 import torch
+from interrupt import InterruptedState
 from measuring import engine_of
 
 from fwanda_pruner.engine.sums import Sums
@@ -15,7 +16,6 @@ from fwanda_pruner.measure.sums import HessianSums, SignedStatisticsSums, Statis
 from fwanda_pruner.measure.token_weights import measure_token_sq_grads
 from fwanda_pruner.run import stage
 from fwanda_pruner.run.stage import StageName, Stages
-from fwanda_pruner.run.state import RunState
 
 TOKENS = tiny.tokens(7, 24)
 CASES = {
@@ -180,18 +180,6 @@ def test_hessians_weigh_tokens(engine):
 
 
 # Interrupted measurements
-
-
-class InterruptedState(RunState):
-    """A state in which Ctrl-C comes once the n-th file is written."""
-
-    saves_left = 0
-
-    def keep(self, *arguments) -> None:
-        super().keep(*arguments)
-        self.saves_left -= 1
-        if self.saves_left == 0:
-            raise KeyboardInterrupt
 
 
 def part_of(stages: Stages, measure: partial):

@@ -3,8 +3,10 @@
 `llama()` is the model of most tests; `build("mixtral")` makes any family of `FAMILIES`, `EXPERTS` or `MULTIMODAL`.
 """
 
+import json
 import random
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,6 +217,20 @@ def text(words: int, seed: int = 0) -> str:
     """That many random words."""
     draw = random.Random(seed)
     return " ".join(f"w{draw.randrange(3, VOCABULARY)}" for _ in range(words))
+
+
+def text_file(folder: Path) -> str:
+    """A file of one document, 2,000 random words."""
+    path = folder / "text.txt"
+    path.write_text(text(2000))
+    return str(path)
+
+
+def guard_file(folder: Path) -> str:
+    """A file of 30 other documents, one a line."""
+    path = folder / "guard.jsonl"
+    path.write_text("".join(json.dumps({"text": text(40, seed=i)}) + "\n" for i in range(30)))
+    return str(path)
 
 
 def sentences(count: int, words: int = 12) -> list[str]:
