@@ -45,7 +45,7 @@ def _measure_hessians(job: GroupJob) -> dict[str, Tensor]:
     for target in job.targets:
         if target.name not in hessians:
             warn_unseen(target)
-            hessians[target.name] = torch.eye(target.shape[1], device=job.walk.device)
+            hessians[target.name] = torch.eye(target.shape[1], dtype=torch.float32, device=job.walk.device)
     return hessians
 
 

@@ -26,7 +26,7 @@ def prune_group(job: GroupJob) -> None:
     if job.config.traits.scores_inputs:
         scales = [column_scale(statistics, job.inputs.scales, name) for name in names]
     else:
-        scales = [torch.ones(weight.shape[1], device=weight.device) for weight in weights]
+        scales = [torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device) for weight in weights]
     bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
     if job.config.nm:
         _prune_pattern(weights, scales, *job.config.nm, bad)
