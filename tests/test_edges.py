@@ -54,6 +54,7 @@ EMPTY_CALLS = {  # what is left of nothing: each value is 0
     "row_topk_mask": lambda i, r, c, t: fk.row_topk_mask(i["weight"], i["scale"], i["keep"]).sum(),
     "row_topk_mask among": lambda i, r, c, t: fk.row_topk_mask(i["weight"], i["scale"], 0, among=i["mask"]).sum(),
     "row_topk_prune_": lambda i, r, c, t: prune(fk.row_topk_prune_, i, i["keep"]),
+    "foreach_accumulate_sq_sums_": lambda i, r, c, t: fk.foreach_accumulate_sq_sums_([torch.zeros(c)], [i["x"]]),
     "foreach_row_topk_prune_": lambda i, r, c, t: fk.foreach_row_topk_prune_([i["weight"]], [i["scale"]], [i["keep"]]),
     "nm_mask": lambda i, r, c, t: fk.nm_mask(i["weight"], i["scale"], 2, 4).sum() - r * c // 2,
     "nm_mask 1:1": lambda i, r, c, t: fk.nm_mask(i["weight"], i["scale"], 1, 1).sum() - r * c,
@@ -87,6 +88,10 @@ def test_every_op_serves_sizes_of_zero(name, shape, dtype):
     if name == "compress_24" and dtype == torch.float32:
         pytest.skip("bf16 and fp16 only")
     assert int(EMPTY_CALLS[name](inputs(*shape, dtype), *shape) or 0) == 0
+
+
+def test_every_op_has_a_call_with_sizes_of_zero():
+    assert {name.split()[0] for name in EMPTY_CALLS} == set(fk.backends())
 
 
 @pytest.mark.fault("zero sizes")
