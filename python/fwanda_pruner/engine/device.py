@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import PruneConfig
 from ..errors import UserError, one_line
@@ -36,6 +36,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
         for config in with_tuples:
             config.return_dict = False
+
+
+def writing(weights: Iterable[Tensor]) -> AbstractContextManager:
+    """A context in which weights may be changed in place, those made under torch.inference_mode() too."""
+    return torch.inference_mode() if any(weight.is_inference() for weight in weights) else nullcontext()
 
 
 @contextmanager
