@@ -127,6 +127,15 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             self._last_input.clear()
             self._pending.flush()
 
+    def __getstate__(self) -> dict:
+        """A copy or pickle has the sums so far and is not started; it measures its own copies of the modules."""
+        with self._lock:
+            self._pending.flush()
+            return vars(self) | {"_hooks": [], "_last_input": LastInput(), "_lock": None}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _lock=RLock())
+
     def __enter__(self) -> collect_statistics:
         self.start()
         return self

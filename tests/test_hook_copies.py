@@ -100,6 +100,22 @@ def test_a_copy_keeps_the_hooks_of_others_and_what_its_class_does_when_copied():
 
 
 @pytest.mark.fault("copied hook")
+@pytest.mark.parametrize("name", ["deepcopy", "pickle"])
+def test_a_copied_collector_has_the_sums_and_measures_its_own_modules(name):
+    layer, x = nn.Linear(4, 4), torch.ones(10, 4)
+    with fk.collect_statistics({"fc": layer}) as stats:
+        layer(x)
+        model, twin = COPIES[name]([layer, stats])
+        layer(x)
+        model(x)
+    assert (first_sum(stats), first_sum(twin)) == (20, 10)
+    with twin:
+        model(x)
+        layer(x)
+    assert (first_sum(stats), first_sum(twin)) == (20, 20) and twin.of(model).n_tokens == 20
+
+
+@pytest.mark.fault("copied hook")
 def test_nested_collectors_count_each_for_itself_in_any_order_of_leaving():
     layer, x = nn.Linear(4, 4), torch.ones(10, 4)
     outer, inner = (fk.collect_statistics({"fc": layer}) for _ in range(2))
