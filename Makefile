@@ -21,7 +21,12 @@ BARE_CHECK := import importlib.util as u, torch, fwanda_kernels as fk; \
 	assert not any(map(u.find_spec, ("numpy", "triton", "transformers"))); \
 	assert fk.row_topk_mask(torch.randn(4, 8), torch.ones(8), 3).sum() == 12; print("bare", torch.__version__)
 
-.PHONY: demo test bench lint matrix clean
+# A machine with a GPU: all tests, on every core. `make test-gpu PYTHON_GPU=python3` takes an environment that exists.
+# worksteal keeps neighbouring tests together, for their fixtures, and no long file is left for the end.
+PYTHON_GPU ?=
+GPU_RESULTS ?= build/gpu-tests.xml
+
+.PHONY: demo test test-gpu bench lint matrix clean
 
 demo: $(STAMP) $(CPU_LIBRARY)
 	$(BIN)/fwanda demo
@@ -29,8 +34,16 @@ demo: $(STAMP) $(CPU_LIBRARY)
 test: $(STAMP) $(CPU_LIBRARY)
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
+test-gpu: PY := $(or $(PYTHON_GPU),$(BIN)/python)
+test-gpu: $(if $(PYTHON_GPU),,$(STAMP) $(CPU_LIBRARY))
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $$(nproc) --dist worksteal --junitxml=$(GPU_RESULTS) \
+		-o junit_suite_name="$$($(PY) tests/gpu_results.py --machine)"; \
+	failed=$$?; $(PY) tests/gpu_results.py $(GPU_RESULTS) && exit $$failed
+
+# Results go to .benchmarks, which git ignores. `make bench RESULTS=benchmarks/results` adds to those in the repository.
+RESULTS ?= .benchmarks
 bench: $(STAMP) $(CPU_LIBRARY)
-	$(BIN)/python -m pytest benchmarks --benchmark
+	$(BIN)/python -m pytest benchmarks --benchmark --results $(RESULTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ from lib.decoding import decoding_energy
 from lib.machine import machine, synchronize, this_device
 from lib.masks import agreement, packed_masks
 from lib.overhead import statistics_overhead
-from lib.results import RESULTS, slug, write
+from lib.results import UNSHARED, slug, write
 from lib.runs import joules_of, naive_run, our_run, spread, with_rates
 from lib.shapes import SHAPES, PassFlops, build, gemm_roof, reinitialise
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ def command_line() -> argparse.ArgumentParser:
     option("--overhead", action="store_true", help="time the passes with and without statistics")
     option("--inference", action="store_true", help="measure joules per generated token, dense and pruned")
     option("--save", action="store_true", help="save the pruned model to a temporary folder")
-    option("--results", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON file (%(default)s)")
+    option("--results", type=Path, default=UNSHARED, metavar="DIR", help="folder of the JSON file (%(default)s)")
     return parser
 
 

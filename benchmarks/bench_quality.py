@@ -14,7 +14,7 @@ from pathlib import Path
 
 import transformers
 from lib.machine import machine
-from lib.results import RESULTS, slug, write
+from lib.results import UNSHARED, slug, write
 
 from fwanda_pruner import load_model
 from fwanda_pruner.sweep.recipe import Recipe
@@ -37,7 +37,7 @@ def main() -> None:
     option("--batch-size", type=int, metavar="N", help="requests of the tasks in a forward pass")
     option("--dtype", choices=("float32", "bfloat16", "float16"))
     option("--bos", choices=("auto", "none", "window"))
-    option("--results", type=Path, default=RESULTS, metavar="DIR", help="folder of the JSON files (%(default)s)")
+    option("--results", type=Path, default=UNSHARED, metavar="DIR", help="folder of the JSON files (%(default)s)")
     measure(parser.parse_args())
 
 

@@ -1,20 +1,21 @@
 """`pytest benchmarks/ --benchmark`: every op against naive torch, checked on the same inputs before it is timed.
 
-Prints the table of pytest-benchmark and a table of rates, and writes one JSON file to benchmarks/results.
+Prints the table of pytest-benchmark and a table of rates, and writes one JSON file to .benchmarks, which git ignores.
+`--results benchmarks/results` adds it to the results that the pages show. On a busy machine a warning says so.
 """
 
 from pathlib import Path
 
 import pytest
-from lib.machine import COPY_BYTES, copy_rate, machine, this_device
-from lib.results import RESULTS, OpRows
+from lib.machine import COPY_BYTES, busy, copy_rate, machine, this_device
+from lib.results import UNSHARED, OpRows
 
 REPORT = pytest.StashKey()
 
 
 def pytest_addoption(parser):
     parser.addoption("--benchmark", action="store_true", help="run the benchmarks instead of skipping them")
-    parser.addoption("--results", default=str(RESULTS), metavar="DIR", help="folder for the JSON file (%(default)s)")
+    parser.addoption("--results", default=str(UNSHARED), metavar="DIR", help="folder for the JSON file (%(default)s)")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -32,6 +33,7 @@ def device() -> str:
 def results(request, device) -> OpRows:
     """Collects a row for each benchmark."""
     facts = machine(device) | {"copy_gb_per_s": round(copy_rate(COPY_BYTES[device], device), 1)}
+    facts["busy"] = busy(facts, device)
     rows = OpRows(Path(request.config.getoption("--results")), facts)
     request.config.stash[REPORT] = rows
     return rows
@@ -44,6 +46,8 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section("{card}, copy {copy_gb_per_s} GB/s".format_map(report.facts))
     for line in rate_table(report.facts["rows"]):
         terminalreporter.write_line(line)
+    if report.facts["busy"]:
+        terminalreporter.write_line(f"WARNING: {report.facts['busy']}: do not compare these times", yellow=True)
     terminalreporter.write_line(f"written to {report.path}")
 
 
@@ -53,7 +57,8 @@ def rate_table(rows: list[dict]) -> list[str]:
     for row in rows:
         joules = "-" if row["joules"] is None else f"{row['joules'] * 1e3:.3g}"
         rates = ("-", "-") if row["bytes"] is None else (f"{row['gb_per_s']:.0f}", f"{row['percent_of_copy']:.0f}")
-        times = (f"{row['naive_us']:.0f}", f"{row['naive_us'] / row['us']:.1f}x")
+        speedup = row["naive_us"] / row["us"]
+        times = (f"{row['naive_us']:.0f}", f"{speedup:.1f}x" if speedup >= 1 else f"{speedup:.2g}x")
         lines.append((row["op"], row["case"], row["backend"], f"{row['us']:.1f}", *rates, *times, joules))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

@@ -7,6 +7,10 @@ line: op, argument, expected, got. Values on the device are another matter, as r
 
 from __future__ import annotations
 
+import contextlib
+import math
+import numbers
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -75,9 +79,12 @@ def expect_tokens(op: str, x: Tensor, token_mask: Tensor | None, name: str = "x"
         expect(op, "token_mask", token_mask, x.shape[:-1], BOOL, x)
 
 
-def expect_pattern(op: str, n: int, m: int) -> None:
+def expect_pattern(op: str, n: int, m: int) -> tuple[int, int]:
+    """Raise unless n:m is a pattern; returns it as ints."""
+    n, m = as_count(op, "n", n), as_count(op, "m", m)
     if not (m >= 1 and 0 <= n <= m):
         raise ValueError(f"{op}: pattern n:m keeps n of m, 0 <= n <= m and m >= 1, got {n}:{m}")
+    return n, m
 
 
 def expect_hessian(op: str, hessian: Tensor) -> None:
@@ -105,6 +112,79 @@ def expect_sparsity(op: str, sparsity: float | Fraction | str) -> None:
         valid = False
     if not valid:
         raise ValueError(f"{op}: sparsity must be in [0, 1], got {sparsity}")
+
+
+def as_count(op: str, name: str, value: int) -> int:
+    """The value as an int, if it is one or a numpy integer; a bool, a float such as 9.0 or a tensor is none.
+
+    Raises:
+        ValueError: the value is no integer. The caller checks the range.
+    """
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, (bool, Tensor)) and hasattr(value, "__index__"):
+        with contextlib.suppress(TypeError):  # an array of more than one integer, and numpy's bool
+            return operator.index(value)
+    raise ValueError(f"{op}: {name} must be an integer, got {_shown(value)}")
+
+
+def expect_number(op: str, name: str, value: float, expected: str) -> None:
+    """Raise unless the value is a finite real number; a bool, a string or a tensor is none."""
+    real = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    if not real or not -math.inf < value < math.inf:
+        raise ValueError(f"{op}: {name} must be {expected}, got {value if real else _shown(value)}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {describe_tensor(value)}"
+    return f"{' '.join(repr(value).split())[:80]} ({type(value).__name__})"
+
+
+def expect_apart(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise if two entries of the tensors, each [N] or [R, C], lie at the same place in memory.
+
+    An expanded matrix, or one that overlaps itself or another, has no exact counts.
+    """
+    for tensor in tensors:
+        if _overlaps_itself(tensor):
+            raise ValueError(
+                f"{op}: the entries of {name} must not overlap in memory, got {describe_tensor(tensor)} with strides "
+                f"{list(tensor.stride())}; pass a contiguous copy"
+            )
+    seen: dict[int, list[Tensor]] = {}
+    for tensor in tensors if len(tensors) > 1 else ():
+        same = seen.setdefault(tensor.untyped_storage().data_ptr(), [])
+        if tensor.numel() and any(_overlap(tensor, other) for other in same):
+            raise ValueError(
+                f"{op}: {name} must not overlap each other in memory, got one {describe_tensor(tensor)} twice"
+            )
+        if tensor.numel():
+            same.append(tensor)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    spans = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    if not tensor.numel() or not spans:
+        return False
+    if len(spans) == 1 or 0 in (spans[0][1], spans[1][1]):
+        return 0 in [stride for _, stride in spans]
+    (rows, stride_r), (cols, stride_c) = spans
+    common = math.gcd(stride_r, stride_c)  # the nearest two entries that meet are so many rows and columns apart
+    return stride_c // common < rows and stride_r // common < cols
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage may share an entry. Slices of the columns of one matrix do not."""
+    first, second = sorted((a, b), key=Tensor.storage_offset)
+    end = first.storage_offset() + sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True)) + 1
+    if second.storage_offset() >= end:
+        return False
+    if a.stride() != b.stride() or a.stride(-1) != 1 or a.dim() != 2:
+        return True
+    stride = a.stride(0)
+    gap = (second.storage_offset() - first.storage_offset()) % stride
+    return gap < first.shape[1] or gap + second.shape[1] > stride
 
 
 # values on the device

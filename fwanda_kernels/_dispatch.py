@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from . import _autograd
+from ._checks import expect_apart
+
 NAMESPACE = "fwanda"
 MODULES = {"native": "._backends.native_{device}", "triton": "._backends.triton.{family}"}
 BACKENDS = (*MODULES, "reference")
@@ -65,8 +68,9 @@ def define(schema: str, *, fake: Callable, sample: Callable, prepare: Callable |
     def declare(reference: Callable) -> Callable:
         OPS[name] = Op(reference.__module__.rpartition(".")[2], reference, sample, prepare)
         _library.define(schema)
+        overload = _overload(name)
         for device, key in (("cpu", "CPU"), ("cuda", "CUDA")):
-            _library.impl(name, _serve(name, device), key)
+            _library.impl(name, _serve(name, device, overload._schema), key)
         return _with_fake(name, fake)
 
     return declare
@@ -82,21 +86,37 @@ def define_composite(schema: str, function: Callable) -> Callable:
 
 def _with_fake(name: str, fake: Callable) -> Callable:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    _autograd.register(_library, _overload(name))
+    return _overload(name)
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _serve(name: str, device: str) -> Callable:
+def _is_apart(argument: torch.Argument) -> bool:
+    """Whether the entries of an argument must not overlap in memory: it is changed, or counts are met in it."""
+    changed = argument.alias_info is not None and argument.alias_info.is_write
+    return changed or argument.name in ("weight", "weights")
+
+
+def _serve(name: str, device: str, schema: torch.FunctionSchema) -> Callable:
     prepare = OPS[name].prepare
+    apart = [(i, a.name) for i, a in enumerate(schema.arguments) if _is_apart(a)]
 
     def run(*args):
         candidates = _candidates(device)
+        for i, argument in apart:
+            if args[i] is not None:
+                expect_apart(name, argument, [args[i]] if isinstance(args[i], torch.Tensor) else args[i])
         if prepare is not None:
             args = (prepare(*args),)
-        for backend in candidates:
-            kernel = _kernel(backend, device, name)
-            result = kernel(*args) if callable(kernel) else NotImplemented
-            if result is not NotImplemented:
-                return result
+        with _autograd.below_autograd():
+            for backend in candidates:
+                kernel = _kernel(backend, device, name)
+                result = kernel(*args) if callable(kernel) else NotImplemented
+                if result is not NotImplemented:
+                    return result
         raise BackendError(f"{name}: {_refusal(name, device)}")
 
     return run

@@ -89,7 +89,9 @@ def walk(call: ObsCall, prune_block: PruneBlock, counters: int) -> None:
     row_weight = None if call.row_weight is None else call.row_weight.contiguous()
     factor = call.factor.contiguous()
     call = replace(call, factor=factor, row_weight=row_weight, chosen=chosen)
-    work = torch.empty(rows, -(-cols // 4) * 4, device=call.weight.device)[:, :cols].copy_(call.weight)
+    work = torch.empty(rows, -(-cols // 4) * 4, dtype=torch.float32, device=call.weight.device)[:, :cols].copy_(
+        call.weight
+    )
     work.masked_fill_(factor.diagonal() < 0, 0)
     weighting = factor.diagonal().square().reciprocal()
     size = call.blocks[0].end

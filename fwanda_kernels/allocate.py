@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._checks import as_count, expect_number
+
 _SMALLEST = 2.0**-900  # a smaller share of the largest signal counts as 0
 _EXACT_INTEGERS = 2**53
 _CHUNK_ROWS = 1024
@@ -36,7 +38,9 @@ def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, b
     2^-900 of the largest counts as 0. Source: the paper, equation 3 and algorithm 2 (which clamps both bounds at once
     and can lose the total).
     """
-    return allocate_budgets([v], [total], k_min=k_min, k_max=[k_max], bad=bad)[0]
+    op = "allocate_row_budgets"
+    total, k_max = as_count(op, "total", total), as_count(op, "k_max", k_max)
+    return allocate_budgets([v], [total], k_min=as_count(op, "k_min", k_min), k_max=[k_max], bad=bad)[0]
 
 
 def allocate_budgets(
@@ -67,7 +71,10 @@ def allocate_budgets(
             f"allocate_budgets: vs, totals and k_max must be non-empty lists of one length, "
             f"got {len(vs)}, {len(totals)} and {len(k_max)}"
         )
-    sizes = [v.numel() for v in vs]
+    op, sizes = "allocate_budgets", [v.numel() for v in vs]
+    k_min = as_count(op, "k_min", k_min)
+    totals = [as_count(op, f"totals[{i}]", total) for i, total in enumerate(totals)]
+    k_max = [as_count(op, f"k_max[{i}]", most) for i, most in enumerate(k_max)]
     for i, (v, total, most) in enumerate(zip(vs, totals, k_max, strict=True)):
         if v.dim() != 1 or not v.is_floating_point() or not sizes[i]:
             raise ValueError(f"allocate_budgets: vs[{i}] must be a floating [R], R >= 1, got {list(v.shape)} {v.dtype}")
@@ -134,6 +141,9 @@ def global_row_scales(
                 f"got {list(weight.shape)}, {list(omega.shape)} and {list(norm.shape)}"
             )
     b, c = row_exponent, layer_exponent
+    given = {"row_exponent": b, "layer_exponent": c} | ({} if mean_omega is None else {"mean_omega": mean_omega})
+    for name, value in given.items():
+        expect_number("global_row_scales", name, value, "a finite number")
     mean = float(torch.cat([omega.double() for omega in omegas]).mean()) if mean_omega is None else mean_omega
     if not 0 < mean < float("inf"):
         raise ValueError(f"global_row_scales: the mean of omega must be finite and > 0, got {mean}")
@@ -165,7 +175,7 @@ def _padded(
     """
     flat = torch.cat(list(vs)).double()
     device, most = flat.device, max(sizes)
-    numbers = torch.tensor([sizes, list(totals), list(k_max)], pin_memory=flat.is_cuda)
+    numbers = torch.tensor([sizes, list(totals), list(k_max)], dtype=torch.int64, device="cpu", pin_memory=flat.is_cuda)
     length, *limits = numbers.to(device, non_blocking=True)[:, :, None]
     offset = torch.arange(most, device=device)
     valid = offset < length

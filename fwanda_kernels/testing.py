@@ -24,8 +24,8 @@ def make_weight(
     Args:
         kind: one of KINDS; all but "normal" are hard for a selection (ties, zeros, denormals, extremes, order).
     """
-    generator = torch.Generator().manual_seed(seed)
-    weight = KINDS[kind](torch.randn(rows, cols, generator=generator))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    weight = KINDS[kind](torch.randn(rows, cols, generator=generator, dtype=torch.float32, device="cpu"))
     return weight.to(dtype).to(device)
 
 
@@ -39,7 +39,7 @@ KINDS = {
     "normal": lambda w: w,
     "all_equal": lambda w: torch.full_like(w, 0.5),
     "zeros": torch.zeros_like,
-    "two_values": lambda w: torch.where(w > 0, 1.0, -0.5),
+    "two_values": lambda w: torch.where(w > 0, 1.0, -0.5).to(w.dtype),
     "heavy_ties": lambda w: (w * 2).round() / 2,
     "denormal": lambda w: w * 1e-40,
     "one_huge": _one_huge,
@@ -50,8 +50,8 @@ KINDS = {
 
 def make_scale(cols: int, *, seed: int = 0, device="cpu") -> Tensor:
     """Make [cols] fp32 >= 0 with a wide spread and one zero, like the norms of input columns."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    scale = torch.randn(cols, generator=generator).exp()
+    generator = torch.Generator("cpu").manual_seed(seed + 1)
+    scale = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu").exp()
     if cols > 2:
         scale[cols // 3] = 0
     return scale.to(device)
@@ -59,9 +59,9 @@ def make_scale(cols: int, *, seed: int = 0, device="cpu") -> Tensor:
 
 def make_keep(rows: int, cols: int, *, seed: int = 0, device="cpu") -> Tensor:
     """Make [rows] int64 in [0, cols], with 0, 1, cols - 1 and cols in the first rows."""
-    generator = torch.Generator().manual_seed(seed + 2)
-    keep = torch.randint(0, cols + 1, (rows,), generator=generator)
-    edges = torch.tensor([0, min(1, cols), max(cols - 1, 0), cols])[:rows]
+    generator = torch.Generator("cpu").manual_seed(seed + 2)
+    keep = torch.randint(0, cols + 1, (rows,), generator=generator, device="cpu")
+    edges = torch.tensor([0, min(1, cols), max(cols - 1, 0), cols], device="cpu")[:rows]
     keep[: len(edges)] = edges
     return keep.to(device)
 
@@ -76,7 +76,7 @@ def _inputs(device, dtype: torch.dtype) -> SimpleNamespace:
     rows, cols, tokens = 6, 16, 24
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     x = make_weight(tokens, cols, dtype, seed=3, device=device)
-    hessian = x.float().T @ x.float() + torch.eye(cols, device=device)
+    hessian = x.float().T @ x.float() + torch.eye(cols, dtype=torch.float32, device=device)
     return SimpleNamespace(
         rows=rows,
         cols=cols,
@@ -84,7 +84,7 @@ def _inputs(device, dtype: torch.dtype) -> SimpleNamespace:
         half_weight=lambda rows, cols: make_weight(rows, cols, half, device=device),
         scale=make_scale(cols, device=device),
         scale_of=lambda cols: make_scale(cols, device=device),
-        row_scale=torch.ones(rows, device=device),
+        row_scale=torch.ones(rows, dtype=torch.float32, device=device),
         keep=make_keep(rows, cols, device=device),
         x=x,
         gradient=make_weight(tokens, rows, dtype, seed=4, device=device),
@@ -92,7 +92,7 @@ def _inputs(device, dtype: torch.dtype) -> SimpleNamespace:
         token_mask=torch.arange(tokens, device=device) % 5 != 0,
         hessian=hessian,
         factor=torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True),
-        zeros=lambda *shape: torch.zeros(shape, device=device),
+        zeros=lambda *shape: torch.zeros(shape, dtype=torch.float32, device=device),
         bad=lambda size: torch.zeros(size, dtype=torch.int32, device=device),
     )
 

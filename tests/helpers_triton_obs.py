@@ -90,6 +90,13 @@ def check_obs(choice: str) -> None:
             assert_obs_alike(given, factor, block, **OBS_CHOICES[choice](rows, cols))
 
 
+def check_obs_of_patterns_in_the_default_block() -> None:
+    """A group of any width up to 128 divides the columns of a block, so that Triton serves it."""
+    weight, factor = obs_problem(3, 300, FP32)
+    for pattern in ([0, 3], [2, 3], [60, 100]):
+        assert_obs_alike(weight, factor, 128, pattern=pattern)
+
+
 def check_obs_of_wide_weights() -> None:
     """Errors of more than 1024 columns reach the columns on their right in two levels."""
     weight, factor = obs_problem(3, 1100, FP32)
@@ -108,10 +115,11 @@ def check_obs_ties(kind: str) -> None:
 
 
 def check_obs_declines() -> None:
-    """A block that is too wide, and a Gram matrix of fp32; a forced backend that declines says so."""
+    """Blocks and groups that are too wide, and a Gram matrix of fp32; a forced backend that declines says so."""
     weight, factor = obs_problem(2, 300, FP32)
-    with pytest.raises(fk.BackendError, match="obs_prune_: .*triton: declines these arguments"):
-        ours.obs_prune_(weight, None, factor, "0.5", None, None, None, None, 256, 0.01)
+    for choice in ({"sparsity": "0.5", "block": 256}, {"pattern": (75, 150)}):
+        with fk.use_backend("triton"), pytest.raises(fk.BackendError, match="obs_prune_: .*triton: declines these arg"):
+            fk.obs_prune_(weight, factor=factor, **choice)
     with pytest.raises(fk.BackendError, match="accumulate_gram_: .*triton: declines these arguments"):
         ours.accumulate_gram_(factor, weight, None)
 
@@ -119,4 +127,5 @@ def check_obs_declines() -> None:
 CASES = {f"gram-{dtype}": (check_gram, dtype) for dtype in (BF16, FP16)}
 CASES |= {f"obs-{choice}": (check_obs, choice) for choice in OBS_CHOICES}
 CASES |= {f"obs_ties-{kind}": (check_obs_ties, kind) for kind in ("all_equal", "two_values", "heavy_ties")}
+CASES |= {"obs_patterns_in_the_default_block": (check_obs_of_patterns_in_the_default_block,)}
 CASES |= {"obs_of_wide_weights": (check_obs_of_wide_weights,), "obs_declines": (check_obs_declines,)}

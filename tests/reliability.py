@@ -168,6 +168,36 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "NaN or inf in weights, activations or Hessians",
         "refused in one line that names the tensor and what is wrong with it",
     ),
+    "default dtype": (
+        "The process has another default dtype or device (bf16, fp16, fp64, meta)",
+        "kernels, statistics, every method, loading and the adapters give the same bits",
+    ),
+    "in-place change": (
+        "A kernel changes a tensor behind autograd's back, and gradients are silently wrong",
+        "versions are bumped; leaves that require grad, their views and inference tensors are refused, as in torch; "
+        "on every backend, compiled and with fake tensors",
+    ),
+    "counts": (
+        "A count is no integer: 9.999999 keeps 9",
+        "integers of Python and numpy are read; all else is an error of one line with the op and the argument",
+    ),
+    "copied hook": (
+        "A module is copied, pickled or called by threads while its statistics are collected",
+        "copies carry no hook and do not count; nested collectors and threads count exactly; replicas are refused",
+    ),
+    "odd module": (
+        "A hooked module returns a tuple, or gets its input by an unexpected keyword",
+        "measured; what has no input or output of floats is an error of one line that names the module",
+    ),
+    "zero sizes": ("A matrix or batch has a dimension of size 0", "every op serves it, on every backend"),
+    "overlap": (
+        "Weights overlap in memory (expanded, as_strided, twice in a list), and counts are off",
+        "refused in one line before anything is changed; any strides without overlap are served",
+    ),
+    "plain tuples": (
+        "The model's config has return_dict=False",
+        "every method gives the same weights; the config is kept",
+    ),
     "repeatable": ("Two runs differ", "the bits are the same for every method and allocation"),
     "statistics file": (
         "Equal statistics give other masks",

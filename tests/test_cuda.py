@@ -242,6 +242,43 @@ def test_opcheck(op):
     torch.library.opcheck(getattr(torch.ops.fwanda, op).default, sample_arguments("cuda", torch.bfloat16)[op])
 
 
+@pytest.mark.parametrize("op", [op for op in sample_arguments() if op.endswith("_")])
+def test_in_place_ops_keep_torch_s_contract(op):
+    call = getattr(torch.ops.fwanda, op).default
+    for backend in served(op):
+        args = list(sample_arguments("cuda", torch.bfloat16)[op])
+        changed = args[0][0] if isinstance(args[0], list) else args[0]
+        with fk.use_backend(backend):
+            call(*args)
+            assert changed._version == 1, backend
+            leaf = torch.nn.Parameter(changed.clone())
+            args[0] = [leaf, *args[0][1:]] if isinstance(args[0], list) else leaf
+            with pytest.raises(RuntimeError, match="requires grad"):
+                call(*args)
+            with torch.no_grad():
+                call(*args)
+            assert leaf._version == 1, backend
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0)])
+def test_sizes_of_zero_and_overlapping_weights(shape):
+    rows, cols = shape
+    scale, keep = torch.ones(cols, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
+    x, token_mask = torch.ones(3, 0, cols, device="cuda"), torch.ones(3, 0, dtype=torch.bool, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = torch.ones(shape, dtype=dtype, device="cuda")
+        assert fk.row_topk_mask(weight, scale, keep).shape == fk.nm_mask(weight, scale, 2, 4).shape == shape
+        fk.row_topk_prune_(weight, scale, keep)
+        fk.nm_prune_(weight, scale, 2, 4)
+        fk.obs_prune_(weight, torch.eye(cols, device="cuda"), sparsity=0.5)
+        fk.accumulate_sq_sums_(scale.clone(), x.to(dtype), token_mask=token_mask)
+        fk.accumulate_gram_(torch.eye(cols, device="cuda"), x.to(dtype), token_mask=token_mask)
+        assert int(fk.select_threshold([weight], [torch.ones(rows, device="cuda")], [scale], 0)[0].sum()) == 0
+        assert fk.masked_weight(weight, fk.pack_mask(weight != 0)).shape == shape
+    with pytest.raises(ValueError, match="must not overlap"):
+        fk.row_topk_prune_(torch.ones(1, 8, device="cuda").expand(4, 8), torch.ones(8, device="cuda"), 3)
+
+
 @pytest.mark.parametrize("op", sample_arguments())
 def test_graph_capture_replays_the_op(op):
     call = getattr(torch.ops.fwanda, op).default

@@ -277,3 +277,32 @@ def test_amounts_are_exact_decimals():
             warnings.simplefilter("error")
             wanda_unstructured(layer, "weight", statistics[model[0], "weight"], amount=amount)
         assert zeros(layer).tolist() == [8] * 20
+
+
+def of_each_form(statistics, module) -> list:
+    """What a user may pass as the statistics of one module."""
+    return [statistics, statistics.of(module), {(module, "weight"): statistics.of(module)}]
+
+
+@pytest.mark.parametrize("function", [wanda_unstructured, fwanda_unstructured, "global"], ids=str)
+@pytest.mark.parametrize("form", range(3))
+def test_every_function_takes_the_collector_whatever_its_keys(function, form):
+    torch.manual_seed(0)
+    layer, twin = nn.Linear(12, 4), nn.Linear(12, 4)
+    twin.load_state_dict(layer.state_dict())
+    with fk.collect_statistics({"a name": layer, (twin, "weight"): twin}) as statistics:
+        (layer(torch.randn(9, 12)).square().sum() + twin(torch.randn(9, 12)).square().sum()).backward()
+    for module, given in ((layer, statistics), (twin, statistics)):
+        if function == "global":
+            global_fwanda_unstructured([(module, "weight")], of_each_form(given, module)[form], 0.5)
+        else:
+            function(module, "weight", of_each_form(given, module)[form], 0.5)
+        assert int(module.weight_mask.sum()) == 24
+
+
+@pytest.mark.parametrize("function", [wanda_unstructured, fwanda_unstructured])
+@pytest.mark.parametrize("statistics", [{}, fk.collect_statistics({})], ids=["dict", "collector"])
+def test_statistics_without_an_entry_of_the_module_are_refused_in_one_line(function, statistics):
+    with pytest.raises(UserError, match=r"no entry \(Linear\(12, 4\), 'weight'\); was the module called") as error:
+        function(nn.Linear(12, 4), "weight", statistics, 0.5)
+    assert "\n" not in str(error.value)

@@ -193,10 +193,14 @@ def test_a_model_without_a_backward_pass_is_one_line(fault):
     assert [parameter.requires_grad for parameter in model.parameters()] == before
 
 
-def test_a_trainable_model_made_under_inference_mode_is_pruned_where_no_gradient_is_needed():
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    "settings", [{"method": "wanda"}, {"method": "wanda", "pattern": "2:4"}, {"method": "sparsegpt"}]
+)
+def test_a_trainable_model_made_under_inference_mode_is_pruned_where_no_gradient_is_needed(settings):
     with torch.inference_mode():
         model = LlamaForCausalLM(tiny.llama().config)  # its parameters want gradients
-    report = fwanda_pruner.prune(model, method="wanda", calibration=tiny.tokens(16, LENGTH), progress=False)
+    report = fwanda_pruner.prune(model, calibration=tiny.tokens(16, LENGTH), progress=False, **settings)
     assert report.sparsity["matrices"] == 0.5
     with pytest.raises(UserError, match="inference_mode"):
         fwanda_pruner.prune(model, method="fwanda", calibration=tiny.tokens(16, LENGTH), progress=False)

@@ -1,6 +1,7 @@
 """Facts about this machine that every result must name, and the speed of its copies."""
 
 import datetime
+import os
 import platform
 import re
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 import fwanda_kernels as fk
 from fwanda_kernels.testing import bench
 
+from .results import RESULTS, read_all
+
+_SLOW = 0.6  # copies below this part of the usual rate: the machine is busy
 COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
 
 
@@ -63,6 +67,27 @@ def copy_rate(byte_count: int, device: str) -> float:
     pairs = [torch.randn(2, max(byte_count // 4, 1), device=device).to(torch.bfloat16) for _ in range(pair_count)]
     calls = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]
     return bench(calls, device=device).gb_per_s(byte_count)
+
+
+def busy(facts: dict, device: str, folder: Path = RESULTS) -> str | None:
+    """Why the times of now say little, or None: copies are slow for this card, or other processes hold the CPU.
+
+    Args:
+        facts: of machine(), and copy_gb_per_s.
+        device: "cpu" or "cuda".
+        folder: of earlier results; the fastest copy among those of the same card counts as usual.
+    """
+    rates = [
+        result["copy_gb_per_s"]
+        for result in read_all("ops", folder).values()
+        if result["card"] == facts["card"] and result["threads"] == facts["threads"] and not result.get("busy")
+    ]
+    if rates and facts["copy_gb_per_s"] < _SLOW * max(rates):
+        return f"copies run at {facts['copy_gb_per_s']} GB/s, usually at {max(rates)} on this machine; it is busy"
+    waiting, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if device == "cpu" and waiting > cores / 2 + torch.get_num_threads():
+        return f"{waiting:.1f} processes share {cores} cores; the machine is busy"
+    return None
 
 
 def synchronize(device: str) -> None:

@@ -1,10 +1,11 @@
-"""The JSON files in benchmarks/results: writing one, and reading those of one kind."""
+"""The JSON files of results: writing one, and reading those of one kind. benchmarks/results has what the pages show."""
 
 import json
 import re
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+UNSHARED = RESULTS.parent.parent / ".benchmarks"  # where new results go unless asked; git ignores it
 
 
 def slug(*words: object) -> str:

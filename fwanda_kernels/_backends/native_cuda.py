@@ -44,7 +44,7 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> No
 
 
 def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask: Tensor | None) -> None:
-    xs = [x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) for x in xs]
+    xs = [x.flatten(0, -2) for x in xs]
     if not all(_dense_rows(x) for x in xs):
         return NotImplemented
     counted = None if token_mask is None else token_mask.reshape(-1).contiguous()

@@ -82,6 +82,8 @@ def _factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 def _inverse_of_lower(lower: Tensor) -> Tensor:
     """Inverse of a lower triangular matrix: of 2^k diagonal blocks at once, then of pairs of neighbours by products."""
     n = lower.shape[0]
+    if n == 0:
+        return lower.clone()
     levels = max(0, (n - 1) // _LEAF).bit_length()
     leaf = -(-n // (1 << levels))
     size = leaf << levels
@@ -89,7 +91,9 @@ def _inverse_of_lower(lower: Tensor) -> Tensor:
     inverse[:n, :n] = lower
     inverse.diagonal()[n:].fill_(1)
     blocks = _diagonal_blocks(inverse, leaf)
-    blocks.copy_(torch.linalg.solve_triangular(blocks, torch.eye(leaf, device=lower.device), upper=False))
+    blocks.copy_(
+        torch.linalg.solve_triangular(blocks, torch.eye(leaf, dtype=lower.dtype, device=lower.device), upper=False)
+    )
     for level in range(levels):
         half = leaf << level
         pairs = _diagonal_blocks(inverse, 2 * half)
@@ -125,6 +129,7 @@ def obs_factor(hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, Tensor]:
     C^3 FLOPs. Source: Frantar and Alistarh 2023 (SparseGPT), section 3.3.
     """
     checks.expect_hessian("obs_factor", hessian)
+    checks.expect_number("obs_factor", "damping", damping, "> 0")
     if not damping > 0:
         raise ValueError(f"obs_factor: damping must be > 0, got {damping}")
     return _obs_factor(hessian, damping)
@@ -171,7 +176,7 @@ def _check_values(weight: Tensor, keep: Tensor | None, row_weight: Tensor | None
 
 def _blocks(rows: int, cols: int, block: int, sparsity: Fraction, n: int, m: int) -> list[Block]:
     """All columns in blocks of whole groups of m (0 without a pattern), with the number of entries to remove."""
-    size = min(cols, -(-block // m) * m if m else block)
+    size = min(cols, max(m, block // m * m) if m else block)
     share = sparsity * rows
     ends = [*range(0, cols, max(size, 1)), cols]
     return [Block(a, b, m - n if m else int(share * b // 1 - share * a // 1)) for a, b in pairwise(ends)]
@@ -266,8 +271,8 @@ def obs_prune_(
         keep: [R] int64, kept in each row; row i loses floor(p b / C) - floor(p a / C) entries of a block,
             p = C - keep[i].
         mask: [R, C] bool, True = keep, fixed beforehand; only the update is computed.
-        pattern: (n, m), keep n of every m columns; block is rounded up to a multiple of m. The last C % m columns stay
-            dense and take up error, so check C yourself where the pattern must cover it.
+        pattern: (n, m), keep n of every m columns; block is rounded down to a multiple of m, or up to m. The last C % m
+            columns stay dense and take up error, so check C yourself where the pattern must cover it.
         row_weight: [R] fp32, finite and >= 0, multiplies the score of each row (F-SparseGPT: omega^p).
         block: columns in a block of the lazy update and of the selection.
         damping: as in obs_factor(), used with `hessian` only.
@@ -295,10 +300,14 @@ def obs_prune_(
     if mask is not None:
         checks.expect(op, "mask", mask, (rows, cols), BOOL, weight)
     if pattern is not None:
-        checks.expect_pattern(op, *pattern)
-        pattern = list(pattern)
+        if len(pattern) != 2:
+            raise ValueError(f"{op}: pattern must be two integers (n, m), keep n of m, got {pattern!r}")
+        pattern = list(checks.expect_pattern(op, *pattern))
     if row_weight is not None:
         checks.expect(op, "row_weight", row_weight, [rows], FP32, weight)
+    block = checks.as_count(op, "block", block)
+    checks.expect_number(op, "damping", damping, "> 0")
     if block < 1 or not damping > 0:
         raise ValueError(f"{op}: block must be >= 1 and damping > 0, got block={block} and damping={damping}")
+    block = min(block, max(cols, 1))
     _obs_prune_(weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping)

@@ -100,6 +100,7 @@ def _check_selection(op: str, weight: Tensor, scale: Tensor, keep: int | Tensor,
     checks.expect(op, "scale", scale, [cols], FP32, weight)
     checks.expect_bad(op, bad, weight)
     if not isinstance(keep, Tensor):
+        keep = checks.as_count(op, "keep", keep)
         if not 0 <= keep <= cols:
             raise ValueError(f"{op}: keep must be in [0, C]=[0, {cols}], got {keep}")
         return torch.full((rows,), keep, dtype=torch.int64, device=weight.device)

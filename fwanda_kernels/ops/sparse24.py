@@ -31,7 +31,7 @@ def _nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None
 
 def _mask(op: str, weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
     checks.report_bad(op, checks.bad_code(weight, scale), bad)
-    groups = (weight.float().abs() * scale).reshape(-1, m)
+    groups = (weight.float().abs() * scale).unflatten(1, (-1, m) if weight.shape[1] else (0, m)).flatten(0, 1)
     return largest_of_rows(groups, n).view(weight.shape)
 
 
@@ -53,7 +53,7 @@ def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, *, bad: Tensor | None
 
     Tie rule: in a group the lowest column is removed first. Moves 3 B per bf16 weight.
     """
-    _check_pattern("nm_mask", weight, scale, n, m, bad)
+    n, m = _check_pattern("nm_mask", weight, scale, n, m, bad)
     return _nm_mask(weight, scale, n, m, bad)
 
 
@@ -62,17 +62,18 @@ def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, *, bad: Tensor | No
 
     Arguments, errors and tie rule are those of nm_mask(). Moves 4 B per bf16 weight.
     """
-    _check_pattern("nm_prune_", weight, scale, n, m, bad)
+    n, m = _check_pattern("nm_prune_", weight, scale, n, m, bad)
     _nm_prune_(weight, scale, n, m, bad)
 
 
-def _check_pattern(op: str, weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
+def _check_pattern(op: str, weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> tuple[int, int]:
     checks.expect_weight(op, weight)
     checks.expect(op, "scale", scale, weight.shape[1:], FP32, weight)
     checks.expect_bad(op, bad, weight)
-    checks.expect_pattern(op, n, m)
+    n, m = checks.expect_pattern(op, n, m)
     if weight.shape[1] % m:
         raise ValueError(f"{op}: C={weight.shape[1]} columns are not a multiple of m={m}")
+    return n, m
 
 
 @define(

@@ -98,7 +98,7 @@ def select_threshold(
         checks.expect(op, f"col_scales[{i}]", cols, weight.shape[1:], FP32, weights[0])
         checks.expect_device(op, f"weights[{i}]", weight, weights[0])
     checks.expect_bad(op, bad, weights[0])
-    size = sum(w.numel() for w in weights)
+    total, size = checks.as_count(op, "total", total), sum(w.numel() for w in weights)
     if not 0 <= total <= size:
         raise ValueError(f"{op}: total must be in [0, {size}], got {total}")
     keep = _select_threshold(list(weights), list(row_scales), list(col_scales), total, bad)

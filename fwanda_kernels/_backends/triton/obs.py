@@ -75,7 +75,7 @@ def _gram_kernel(
 
 def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
     """bf16 and fp16 only, as tensor cores round fp32. Of the symmetric Hessian the upper triangle is read."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x.flatten(0, -2)
     if not serves(x) or x.dtype == torch.float32 or not hessian.is_contiguous():
         return NotImplemented
     if token_mask is not None:

@@ -144,7 +144,7 @@ def slabs_of(tokens: int) -> tuple[int, int]:
 def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
     if not serves(x):
         return NotImplemented
-    x, counted = x.reshape(-1, x.shape[-1]), _counted(token_mask)
+    x, counted = x.flatten(0, -2), _counted(token_mask)
     tokens, cols = x.shape
     slabs, slab = slabs_of(tokens)
     partial = torch.empty(slabs, cols, dtype=torch.float32, device=x.device)
@@ -224,5 +224,5 @@ def _entries(group: list[tuple[Tensor, Tensor]]) -> tuple[tuple[tuple[int, ...],
 @lru_cache(maxsize=64)
 def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     """The table on the device, copied without waiting; kept for calls on the same tensors and the same stream."""
-    table = torch.tensor(entries, dtype=torch.int64).T.contiguous()
+    table = torch.tensor(entries, dtype=torch.int64, device="cpu").T.contiguous()
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -100,7 +100,7 @@ def _uniform(config: PruneConfig, engine: Engine, _statistics) -> dict[str, Tens
 
 def _equal_rows(shape: Sequence[int], removed: Fraction, device: torch.device) -> Tensor:
     rows, cols = shape
-    return torch.full((rows,), keep_total(cols, removed), device=device)
+    return torch.full((rows,), keep_total(cols, removed), dtype=torch.int64, device=device)
 
 
 def _layer(config: PruneConfig, engine: Engine, _statistics) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ def _layer(config: PruneConfig, engine: Engine, _statistics) -> dict[str, Tensor
     for index in range(engine.block_count):
         with engine.block(index) as block:
             for name, weight in block.weights.items():
-                rows, cols = (torch.ones(size, device=weight.device) for size in weight.shape)
+                rows, cols = (torch.ones(size, dtype=torch.float32, device=weight.device) for size in weight.shape)
                 total = keep_total(weight.numel(), config.removed)
                 budgets[name] = fk.select_threshold([weight], [rows], [cols], total)[0]
     return budgets
@@ -158,7 +158,7 @@ def global_scales(config: PruneConfig, engine: Engine, statistics: Statistics) -
             names = list(block.weights)
             scales = _row_scales(config, list(block.weights.values()), [layers[n] for n in names], mean_omega)
             rows |= dict(zip(names, scales, strict=True))
-    columns = {t.name: torch.ones(t.shape[1], device=engine.device) for t in engine.targets}
+    columns = {t.name: torch.ones(t.shape[1], dtype=torch.float32, device=engine.device) for t in engine.targets}
     return ScoreScales({t.name: rows[t.name] for t in engine.targets}, columns)
 
 
@@ -216,7 +216,7 @@ def _row_scales(
     config: PruneConfig, weights: list[Tensor], layers: list[fk.LayerStatistics], mean_omega: float
 ) -> list[Tensor]:
     """[R] fp32 scales of the global allocation for each matrix; 1 for one that no token reached."""
-    scales = [torch.ones(len(weight), device=weight.device) for weight in weights]
+    scales = [torch.ones(len(weight), dtype=torch.float32, device=weight.device) for weight in weights]
     seen = [i for i, layer in enumerate(layers) if is_measured(layer)]
     if not seen:
         return scales

@@ -171,7 +171,7 @@ def _next_round(
     """Measures the masks of a state on the next windows and moves its scales; None if no step follows."""
     masks = state.masks or pack(engine, masks_of(config, engine, statistics, state.scales))
     size = _round_windows(tokens)
-    windows = tokens[torch.arange(index * size, (index + 1) * size) % len(tokens)]
+    windows = tokens[torch.arange(index * size, (index + 1) * size, device=tokens.device) % len(tokens)]
     sums = RemovedWeightSums(engine.targets, masks.packed)
     settings = replace(engine.settings, micro_batch=state.micro_batch, checkpointing=state.checkpointing)
     passes = engine.measure(windows, sums, backward=True, settings=settings)

@@ -99,7 +99,8 @@ class Decoder:
     def _follows_predictions(self, start_token: int) -> bool:
         """Whether the first sequence was drawn from what the model predicts without a cache, up to rounding."""
         ids = torch.cat([self._drawn.new_tensor([start_token]), self._drawn[0, :-1]])
-        places = torch.linspace(0, self._length - 1, min(self._length, _COMPARED)).long().to(self._device)
+        places = torch.linspace(0, self._length - 1, min(self._length, _COMPARED), dtype=torch.float32, device="cpu")
+        places = places.long().to(self._device)
         cumulative = predictions(self._model, ids[None], places).cumsum(-1, dtype=torch.float64)
         token, uniform = self._drawn[0, places, None], self._uniforms[0, places, None]
         above = cumulative.gather(1, token)
@@ -228,7 +229,7 @@ def _takes_static_cache(model: nn.Module) -> bool:
 @torch.no_grad()
 def cache_bytes(model: nn.Module, token: int) -> int:
     """Bytes of keys and values that one token takes in the caches of all layers; 0 if the model keeps none there."""
-    output = model(input_ids=torch.full((1, 1), token, device=model_device(model)), use_cache=True)
+    output = model(input_ids=torch.full((1, 1), token, dtype=torch.int64, device=model_device(model)), use_cache=True)
     cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
     states = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
     return sum(state.nbytes for state in states if isinstance(state, Tensor))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import PruneConfig
 from ..errors import UserError, one_line
@@ -19,14 +19,28 @@ def model_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module into evaluation mode inside the block, and back into its own mode afterwards."""
+    """Puts every module into evaluation mode inside the block, and back into its own mode afterwards.
+
+    Inside, the model also returns outputs with names where its config asks for plain tuples (return_dict=False).
+    """
     modes = {module: module.training for module in model.modules()}
+    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    with_tuples = [config for config in configs if getattr(config, "return_dict", None) is False]
     model.eval()
+    for config in with_tuples:
+        config.return_dict = True
     try:
         yield
     finally:
         for module, training in modes.items():
             module.training = training
+        for config in with_tuples:
+            config.return_dict = False
+
+
+def writing(weights: Iterable[Tensor]) -> AbstractContextManager:
+    """A context in which weights may be changed in place, those made under torch.inference_mode() too."""
+    return torch.inference_mode() if any(weight.is_inference() for weight in weights) else nullcontext()
 
 
 @contextmanager

@@ -114,7 +114,9 @@ def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     Returns:
         [n] int64 in [0, V), on the device of the probabilities.
     """
-    draws = torch.rand(len(probabilities), 1, dtype=torch.float64, generator=generator).to(probabilities.device)
+    draws = torch.rand(len(probabilities), 1, dtype=torch.float64, device="cpu", generator=generator).to(
+        probabilities.device
+    )
     return invert_distribution(probabilities, draws)
 
 

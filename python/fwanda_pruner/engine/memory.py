@@ -32,7 +32,7 @@ def allocate_large(shape: tuple[int, ...], like: Tensor) -> Tensor:
     if like.device.type == "cuda" and needed < _GPU_SHARE * free_memory(like.device):
         return like.new_empty(shape)
     if needed < _RAM_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        return torch.empty(shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+        return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
     try:
         with tempfile.NamedTemporaryFile(prefix="fwanda-") as file:  # the mapping outlives the file's name
             os.posix_fallocate(file.fileno(), 0, needed)

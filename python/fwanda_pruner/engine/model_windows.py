@@ -94,7 +94,7 @@ class ModelWindows:
 
     def restart(self) -> None:
         if self._label_seed is not None:
-            self._generator = torch.Generator().manual_seed(self._label_seed)
+            self._generator = torch.Generator("cpu").manual_seed(self._label_seed)
 
 
 class WindowLosses(Sums):

@@ -114,9 +114,9 @@ def _trace(
         if name in slices:
             parameter, index = slices[name]
             experts = len(model.get_parameter(parameter))
-            tags.setdefault(parameter, torch.full((experts, 2, 2), -1))[index] = number
+            tags.setdefault(parameter, torch.full((experts, 2, 2), -1, dtype=torch.int64, device="cpu"))[index] = number
         else:
-            tags[f"{name}.weight"] = torch.full((2, 2), number)
+            tags[f"{name}.weight"] = torch.full((2, 2), number, dtype=torch.int64, device="cpu")
     parts: dict[str, list[Part]] = {name: [] for name in names}
     # some models cannot save such small tensors
     with tempfile.TemporaryDirectory(dir=folder) as place, contextlib.suppress(IndexError, RuntimeError, ValueError):

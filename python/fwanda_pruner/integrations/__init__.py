@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from math import isfinite
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -23,12 +25,35 @@ from ..errors import UserError
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def count_of(name: str, value: int) -> int:
+    """Read an integer of Python or numpy.
+
+    Raises:
+        UserError: value is no integer; a bool, a float such as 4.0 and a tensor are none.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise UserError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    return int(value)
+
+
+def number_of(name: str, value: float) -> float:
+    """Read a finite number of Python or numpy.
+
+    Raises:
+        UserError: value is none; a bool, a string, a tensor, NaN and inf are none.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value!r} ({type(value).__name__})")
+    return float(value)
+
+
 def kept_of(prune_n: int, m: int) -> int:
     """Convert PRUNE prune_n of m into the number of weights KEPT in a group: 1:4 in the host is 3:4 here.
 
     Raises:
         UserError: unless 0 <= prune_n <= m and m >= 1.
     """
+    prune_n, m = count_of("n of a pattern", prune_n), count_of("m of a pattern", m)
     if not 0 <= prune_n <= m or m < 1:
         raise UserError(f"a pattern that prunes n of m needs 0 <= n <= m and m >= 1, got {prune_n}:{m}")
     return m - prune_n

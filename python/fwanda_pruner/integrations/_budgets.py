@@ -14,6 +14,7 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import floored_omega
 from ..errors import UserError
+from . import number_of
 
 _NO_GRADIENT = "has no output gradient: run backward() on the SUM of the losses while collecting"
 
@@ -114,8 +115,9 @@ def row_budgets(name: str, layer: fk.LayerStatistics, total: int, *, k_max: int,
     Source: the F-Wanda paper, equation 3.
 
     Raises:
-        UserError: no backward pass ran, or the total is less than one weight a row.
+        UserError: power is no finite number, no backward pass ran, or the total is less than one weight a row.
     """
+    power = number_of("power", power)
     check_gradient(name, layer)
     rows = len(layer.g2)
     if total < rows:

@@ -32,7 +32,7 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_total
 from ..errors import UserError
-from . import check_linear, check_version
+from . import check_linear, check_version, count_of
 from ._budgets import check_gradient, checked_mask, exact_fraction, measured_norm, row_budgets
 
 try:
@@ -125,7 +125,7 @@ class WandaSparsifier(BaseSparsifier):
         for group in self.groups:
             name, weight = group["tensor_fqn"], group["module"].weight
             if name in self._collected.unseen:
-                rows, cols = (torch.zeros(size, device=weight.device) for size in weight.shape)
+                rows, cols = (torch.zeros(size, dtype=torch.float32, device=weight.device) for size in weight.shape)
                 layer = fk.LayerStatistics(cols, rows, n_tokens=0)
             else:
                 layer = self._collected[name]
@@ -149,6 +149,7 @@ class WandaSparsifier(BaseSparsifier):
         rows, cols = weight.shape
         block = group["semi_structured_block_size"]
         if block is not None:
+            block = int(block)
             mask.copy_(checked_mask(fk.nm_mask, name, weight, scale, keep_total(block, level), block))
             return
         keep = keep_total(cols, level)
@@ -177,7 +178,8 @@ def _check(
         return
     if allocation == "row":
         raise UserError(f"{tensor_fqn}: a row budget cancels inside a block; use allocation uniform with blocks")
-    if not isinstance(block, int) or block < 1 or (level * block).denominator != 1:
+    block = count_of(f"{tensor_fqn}: semi_structured_block_size", block)
+    if block < 1 or (level * block).denominator != 1:
         raise UserError(
             f"{tensor_fqn}: sparsity_level {sparsity_level} must remove a whole number of a block of {block!r} columns"
         )

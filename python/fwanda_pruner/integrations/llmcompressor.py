@@ -142,7 +142,9 @@ class FWandaModifier(SparsityModifierBase):
         """Forward hook: add the sums of squares of the input's columns."""
         x, name = args[0].detach(), self._pending[module].name
         if name not in self._inputs:
-            self._inputs[name] = fk.LayerStatistics(torch.zeros(x.shape[-1], device=x.device), None, n_tokens=0)
+            self._inputs[name] = fk.LayerStatistics(
+                torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device), None, n_tokens=0
+            )
         fk.accumulate_sq_sums_(self._inputs[name].x2, x)
         self._inputs[name].n_tokens += x.shape[:-1].numel()
 

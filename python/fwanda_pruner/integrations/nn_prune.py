@@ -2,8 +2,11 @@
 
     with fk.collect_statistics({"fc": model.fc}) as stats:
         model(calibration)
-    wanda_unstructured(model.fc, "weight", stats["fc"], amount=0.5)
+    wanda_unstructured(model.fc, "weight", stats, amount=0.5)
     prune.remove(model.fc, "weight")
+
+All three functions take the same `statistics`: the collector itself, whatever its keys, or another mapping with an
+entry (module, "weight"). For one module, its LayerStatistics alone does too.
 
 As in the host, `amount` is a fraction of the weights that are not pruned yet: 0.5 twice removes three quarters. Pruned
 weights stay pruned. Unlike in the host, the fraction is read as an exact decimal. An integer, which the host takes as a
@@ -12,8 +15,10 @@ number of weights, is refused.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +41,9 @@ from ._budgets import (
 )
 
 check_version("torch", torch.__version__, "2.10", "2.13")
+
+
+Statistics = Mapping[tuple[nn.Module, str], fk.LayerStatistics] | fk.collect_statistics | fk.LayerStatistics
 
 
 class WandaUnstructured(prune.BasePruningMethod):
@@ -74,14 +82,14 @@ class _Selected(WandaUnstructured):
 
 
 def wanda_unstructured(
-    module: nn.Module, name: str, statistics: fk.LayerStatistics, amount: float | str | Fraction
+    module: nn.Module, name: str, statistics: Statistics, amount: float | str | Fraction
 ) -> nn.Module:
     """Prune a linear module by Wanda: each row loses floor(amount * its unpruned weights).
 
     Args:
         module: nn.Linear, on the device of the statistics. The host reparametrises it in place.
         name: "weight".
-        statistics: of this module, from collect_statistics(); x2 is read.
+        statistics: with an entry for this module, see the top of this file; x2 is read.
         amount: fraction of the unpruned weights of each row, an exact decimal in [0, 1).
 
     Returns:
@@ -91,14 +99,16 @@ def wanda_unstructured(
         UserError: the module cannot be pruned, the statistics are of another module or device, or amount is not a
             fraction in [0, 1).
     """
-    removed = _fraction(amount)
+    removed, statistics = _fraction(amount), _layer(statistics, module, name)
     _check(module, name, statistics)
     scale, among = measured_norm(_title(module), statistics), _unpruned(module)
     if among is None:
         keep = keep_total(module.in_features, removed)
     else:
         counts, row = among.sum(1).unique(return_inverse=True)
-        keep = torch.tensor([keep_total(n, removed) for n in counts.tolist()], device=scale.device)[row]
+        keep = torch.tensor([keep_total(n, removed) for n in counts.tolist()], dtype=torch.int64, device=scale.device)[
+            row
+        ]
     _prune([module], [scale], [keep], [among])
     return module
 
@@ -106,7 +116,7 @@ def wanda_unstructured(
 def fwanda_unstructured(
     module: nn.Module,
     name: str,
-    statistics: fk.LayerStatistics,
+    statistics: Statistics,
     amount: float | str | Fraction,
     *,
     power: float = 0.5,
@@ -120,7 +130,7 @@ def fwanda_unstructured(
         UserError: also if no backward pass ran, or if rows have different numbers of unpruned weights, since then no
             exact budget may exist.
     """
-    removed = _fraction(amount)
+    removed, statistics = _fraction(amount), _layer(statistics, module, name)
     _check(module, name, statistics)
     title, among = _title(module), _unpruned(module)
     rows, least = module.weight.shape
@@ -136,7 +146,7 @@ def fwanda_unstructured(
 
 def global_fwanda_unstructured(
     parameters: Iterable[tuple[nn.Module, str]],
-    statistics: Mapping[tuple[nn.Module, str], fk.LayerStatistics],
+    statistics: Statistics,
     amount: float | str | Fraction,
     *,
     row_exponent: float = 0.75,
@@ -147,7 +157,7 @@ def global_fwanda_unstructured(
     Args:
         parameters: (module, "weight") tuples as for prune.global_unstructured(), of nn.Linear on one device. The host
             reparametrises them in place.
-        statistics: (module, "weight") -> LayerStatistics with x2, and g2 from the SUM of the token losses.
+        statistics: with an entry for each module; x2 is read, and g2 from the SUM of the token losses.
         amount: fraction of the unpruned weights of all modules together, an exact decimal in [0, 1).
         row_exponent: damping exponent across rows.
         layer_exponent: damping exponent across modules.
@@ -159,11 +169,9 @@ def global_fwanda_unstructured(
     parameters = list(parameters)
     if not parameters or len(set(parameters)) < len(parameters):
         raise UserError(f"parameters must be different (module, name) tuples, at least one, got {len(parameters)}")
-    for module, name in parameters:
-        if (module, name) not in statistics:
-            raise UserError(f"statistics has no entry ({_title(module)}, {name!r}); was the module called at all?")
-        _check(module, name, statistics[module, name])
-    modules, layers = [module for module, _ in parameters], [statistics[p] for p in parameters]
+    modules, layers = [module for module, _ in parameters], [_layer(statistics, *p) for p in parameters]
+    for (module, name), layer in zip(parameters, layers, strict=True):
+        _check(module, name, layer)
     titles = [_title(module) for module in modules]
     if not any(gradients_seen(titles, layers)):
         raise UserError("no module has an output gradient: run backward() on the SUM of the losses while collecting")
@@ -183,10 +191,23 @@ def global_fwanda_unstructured(
     _prune(modules, scales, _within(counts, left), amongs)
 
 
+def _layer(statistics: Statistics, module: nn.Module, name: str) -> fk.LayerStatistics:
+    """The entry of a module.
+
+    Raises:
+        UserError: there is none.
+    """
+    if isinstance(statistics, fk.LayerStatistics):
+        return statistics
+    with contextlib.suppress(KeyError):
+        return statistics.of(module) if isinstance(statistics, fk.collect_statistics) else statistics[module, name]
+    raise UserError(f"statistics has no entry ({_title(module)}, {name!r}); was the module called at all?")
+
+
 def _left(module: nn.Linear, among: Tensor | None) -> Tensor:
     """Number of unpruned weights in each row: [R] int64."""
     rows, cols = module.weight.shape
-    return torch.full((rows,), cols, device=module.weight.device) if among is None else among.sum(1)
+    return torch.full((rows,), cols, dtype=torch.int64, device=module.weight.device) if among is None else among.sum(1)
 
 
 def _global_counts(config: PruneConfig, modules: list[nn.Linear], layers: list[fk.LayerStatistics]) -> list[Tensor]:
@@ -221,7 +242,7 @@ def _title(module: nn.Module) -> str:
 
 
 def _fraction(amount: float | str | Fraction) -> Fraction:
-    if isinstance(amount, int):
+    if isinstance(amount, Integral):
         raise UserError(f"amount must be a fraction, e.g. 0.5, not a number of weights, got {amount!r}")
     return exact_fraction("amount", amount)
 

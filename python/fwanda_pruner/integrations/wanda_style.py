@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fwanda_kernels as fk
 
 from ..errors import UserError
-from . import check_linear, kept_of
+from . import check_linear, count_of, kept_of, number_of
 
 
 class WrappedGPT:
@@ -43,7 +43,7 @@ class WrappedGPT:
         self.layer, self.layer_id, self.layer_name = layer, layer_id, layer_name
         self.dev = layer.weight.device
         self.rows, self.columns = layer.weight.shape
-        self.scaler_row = torch.zeros(self.columns, device=self.dev)
+        self.scaler_row = torch.zeros(self.columns, dtype=torch.float32, device=self.dev)
         self.nsamples = 0
 
     def add_batch(self, inp: Tensor, out: Tensor | None) -> None:
@@ -116,9 +116,9 @@ def _parts(
     cols = weight.shape[1]
     if scaler_row.shape != (cols,):
         raise UserError(f"scaler_row must be [C]=[{cols}], got {list(scaler_row.shape)}")
-    scale = scaler_row.sqrt()
+    scale, prune_n = scaler_row.sqrt(), count_of("prune_n", prune_n)
     if prune_n == 0:
-        if not 0 <= sparsity_ratio <= 1:
+        if not 0 <= number_of("sparsity_ratio", sparsity_ratio) <= 1:
             raise UserError(f"sparsity_ratio must be in [0, 1], got {sparsity_ratio}")
         return [(weight, scale, cols - int(cols * sparsity_ratio), None)]
     keep, tail = kept_of(prune_n, prune_m), cols % prune_m

@@ -71,7 +71,9 @@ class RemovedWeightSums(Sums):
             else:
                 totals[f"{name}.{key}s"], totals[f"{name}.{key}_squares"] = sums, sums.square()
         passes = f"{name}.passes"
-        totals[passes] = totals[passes].add_(1) if passes in totals else torch.tensor(1)
+        totals[passes] = (
+            totals[passes].add_(1) if passes in totals else torch.tensor(1, dtype=torch.int64, device="cpu")
+        )
 
 
 def _forward(target: Target, pruned: Callable[[], Tensor], add: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class Statistics:
 
 def unseen_layer(target: Target, device: torch.device) -> fk.LayerStatistics:
     """Statistics of a module that met no calibration token."""
-    rows, cols = (torch.zeros(size, device=device) for size in target.shape)
+    rows, cols = (torch.zeros(size, dtype=torch.float32, device=device) for size in target.shape)
     return fk.LayerStatistics(cols, rows, n_tokens=0)
 
 
@@ -244,7 +244,7 @@ def measure_statistics(
     if fisher is None or fisher_windows is None or len(fisher_windows) == len(tokens):
         statistics = _measure(engine, tokens, fisher, seed, unfinished)
     else:
-        others = torch.ones(len(tokens), dtype=torch.bool)
+        others = torch.ones(len(tokens), dtype=torch.bool, device="cpu")
         others[fisher_windows] = False
         # the backward pass comes last: the peak of the memory is that of the last windows, and it needs the most
         inputs = _measure(engine, tokens[others], None, seed, unfinished)

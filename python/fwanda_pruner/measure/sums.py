@@ -46,7 +46,7 @@ class StatisticsSums(Sums):
         tensors = {}
         for name, layer in self._collector.items():
             tensors |= {f"{name}.x2": layer.x2, f"{name}.g2": layer.g2}
-            tensors[f"{name}.n_tokens"] = torch.tensor(layer.n_tokens, dtype=torch.int64)
+            tensors[f"{name}.n_tokens"] = torch.tensor(layer.n_tokens, dtype=torch.int64, device="cpu")
         return tensors
 
     def token_counts(self) -> dict[str, int]:

@@ -65,7 +65,7 @@ def prune_blocks(
     prune_group = _PRUNE_GROUP.get(config.method, score.prune_group)
     rows: list[MatrixRow] = []
     refitted: list[bool] = []
-    row_histogram = torch.zeros(ROW_BINS, dtype=torch.int64)
+    row_histogram = torch.zeros(ROW_BINS, dtype=torch.int64, device="cpu")
     with engine.walk(inputs.tokens) if config.runs_blocks else nullcontext() as walk:
         for index in _with_progress(engine):
             saved = None if walk is None else steps.load(index)
@@ -203,6 +203,6 @@ def _integers(scalars: Iterable[Tensor]) -> list[int]:
 def _row_histogram(block: Block, nonzeros: Mapping[str, Tensor]) -> Tensor:
     """[ROW_BINS] int64: how many rows keep a share of their weights in each of the equal bins of [0, 1]."""
     if not nonzeros:
-        return torch.zeros(ROW_BINS, dtype=torch.int64)
+        return torch.zeros(ROW_BINS, dtype=torch.int64, device="cpu")
     bins = [count * ROW_BINS // block.weights[name].shape[1] for name, count in nonzeros.items()]
     return torch.bincount(torch.cat(bins).clamp(max=ROW_BINS - 1).cpu(), minlength=ROW_BINS)

@@ -13,6 +13,7 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import floored_omega
 from ..allocate.masks import column_scale
+from ..engine.device import writing
 from ..errors import UserError
 from ..measure.statistics import warn_unseen
 from ..measure.sums import HessianSums
@@ -45,7 +46,7 @@ def _measure_hessians(job: GroupJob) -> dict[str, Tensor]:
     for target in job.targets:
         if target.name not in hessians:
             warn_unseen(target)
-            hessians[target.name] = torch.eye(target.shape[1], device=job.walk.device)
+            hessians[target.name] = torch.eye(target.shape[1], dtype=torch.float32, device=job.walk.device)
     return hessians
 
 
@@ -99,12 +100,16 @@ def _prune_matrix(job: GroupJob, target: Target, factor: Tensor) -> None:
     weight = job.block.weights[name]
     if inputs.refit is not None:  # the search has fixed the mask
         scale = column_scale(inputs.statistics, inputs.scales, name)
-        fk.obs_prune_(weight, factor=factor, mask=fk.row_topk_mask(weight, scale, inputs.budgets[name]))
+        mask = fk.row_topk_mask(weight, scale, inputs.budgets[name])
+        with writing([weight]):
+            fk.obs_prune_(weight, factor=factor, mask=mask)
         return
     row_weight = None
     if config.needs_fisher:
         row_weight = (floored_omega(inputs.statistics.layer(name)) ** config.power).float()
-    fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **_selection(job, name, weight.numel()))
+    selection = _selection(job, name, weight.numel())
+    with writing([weight]):
+        fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **selection)
 
 
 def _selection(job: GroupJob, name: str, size: int) -> dict:

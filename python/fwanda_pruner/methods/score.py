@@ -8,6 +8,7 @@ from torch import Tensor
 import fwanda_kernels as fk
 
 from ..allocate.masks import column_scale
+from ..engine.device import writing
 from ..errors import UserError
 from ..measure.statistics import Statistics, warn_unseen
 from ..measure.sums import StatisticsSums
@@ -26,12 +27,13 @@ def prune_group(job: GroupJob) -> None:
     if job.config.traits.scores_inputs:
         scales = [column_scale(statistics, job.inputs.scales, name) for name in names]
     else:
-        scales = [torch.ones(weight.shape[1], device=weight.device) for weight in weights]
+        scales = [torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device) for weight in weights]
     bad = torch.zeros(len(weights), dtype=torch.int32, device=weights[0].device)
-    if job.config.nm:
-        _prune_pattern(weights, scales, *job.config.nm, bad)
-    else:
-        fk.foreach_row_topk_prune_(weights, scales, [job.inputs.budgets[name] for name in names], bad=bad)
+    with writing(weights):
+        if job.config.nm:
+            _prune_pattern(weights, scales, *job.config.nm, bad)
+        else:
+            fk.foreach_row_topk_prune_(weights, scales, [job.inputs.budgets[name] for name in names], bad=bad)
     for name, code in zip(names, bad.tolist(), strict=True):
         if code:
             raise UserError(fk.bad_message(name, code))

@@ -208,7 +208,7 @@ def _routed(module: nn.Module, layers: dict[str, list[nn.Linear]], dense: bool, 
     def examples() -> tuple[Tensor, ...]:
         hidden, generator = _hidden(up)
         k = min(2, len(up))
-        scores = torch.rand(len(hidden), len(up), generator=generator).to(hidden)
+        scores = torch.rand(len(hidden), len(up), generator=generator, dtype=torch.float32, device="cpu").to(hidden)
         weights, index = scores.topk(k, dim=-1)
         if dense:
             weights = torch.zeros_like(scores).scatter(1, index, weights)
@@ -260,8 +260,10 @@ def _grouped(layers: dict[str, list[nn.Linear]], kind: Callable):
 
 def _hidden(first: list[nn.Linear]) -> tuple[Tensor, torch.Generator]:
     """Random input [T, H], scaled so that the first layers give activations of size _ACTIVATION; and its generator."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_CHECKED_TOKENS, first[0].in_features, generator=generator).to(first[0].weight)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(_CHECKED_TOKENS, first[0].in_features, generator=generator, dtype=torch.float32, device="cpu").to(
+        first[0].weight
+    )
     size = first[0](x).float().square().mean().sqrt()
     return (x * (_ACTIVATION / size) if size > 0 else x), generator
 

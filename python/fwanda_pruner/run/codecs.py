@@ -89,7 +89,7 @@ def _encode_block(block: PrunedBlock) -> tuple[Tensors, dict]:
 
 def _decode_block(tensors: Tensors, values: dict) -> PrunedBlock:
     rows = [MatrixRow(**{**row, "shape": tuple(row["shape"])}) for row in values["rows"]]
-    row_histogram = torch.tensor(values["row_histogram"], dtype=torch.int64)
+    row_histogram = torch.tensor(values["row_histogram"], dtype=torch.int64, device="cpu")
     return PrunedBlock(tensors, rows, row_histogram, values["refitted"])
 
 

@@ -114,7 +114,7 @@ class _Mix:
     @classmethod
     def of(cls, tokens: Tensor) -> _Mix:
         """Windows of one source."""
-        labels = torch.zeros(1, dtype=torch.int64).expand(len(tokens))  # takes no memory for each window
+        labels = torch.zeros(1, dtype=torch.int64, device="cpu").expand(len(tokens))  # takes no memory for each window
         return cls(tokens, labels, (tokens[:0],))
 
 
@@ -201,7 +201,7 @@ class _Reader:
         order = interleaved(counts)
         nexts = [iter(part) for part in parts]
         tokens = torch.stack([next(nexts[label]) for label in order])
-        return _Mix(tokens, torch.tensor(order), further)
+        return _Mix(tokens, torch.tensor(order, dtype=torch.int64, device="cpu"), further)
 
     def _source(self, name: str, count: int, bos: bool) -> tuple[Tensor, Tensor]:
         """[count, L] windows of one source for the calibration, and [S', L] further ones that it does not read."""

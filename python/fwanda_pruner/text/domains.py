@@ -71,7 +71,7 @@ def spread_evenly(labels: Tensor, count: int) -> Tensor:
     groups = [torch.nonzero(labels == label).flatten() for label in labels.unique()]
     counts = divide(count, [len(group) for group in groups])
     chosen = [
-        group[(torch.arange(n) * len(group) + len(group) // 2) // n]
+        group[(torch.arange(n, device="cpu") * len(group) + len(group) // 2) // n]
         for group, n in zip(groups, counts, strict=True)
         if n
     ]

@@ -63,9 +63,11 @@ def sample_tokens(
             NaN, or it repeats one token.
     """
     check_length(model, seqlen)
-    uniforms = torch.rand(nsamples, seqlen, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    uniforms = torch.rand(
+        nsamples, seqlen, dtype=torch.float64, device="cpu", generator=torch.Generator("cpu").manual_seed(seed)
+    )
     saved = None if unfinished is None else unfinished.load()
-    tokens = torch.empty(0, seqlen, dtype=torch.int64) if saved is None else saved[0]["tokens"]
+    tokens = torch.empty(0, seqlen, dtype=torch.int64, device="cpu") if saved is None else saved[0]["tokens"]
     bar = tqdm(
         total=uniforms.numel(),
         initial=tokens.numel(),

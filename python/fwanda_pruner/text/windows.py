@@ -214,21 +214,21 @@ def _token_stream(
             stream.extend(ids[:most])
         if enough is not None and len(stream) >= enough:
             break
-    return torch.frombuffer(stream, dtype=torch.int64) if stream else torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(stream, dtype=torch.int64) if stream else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _draw_from_stream(stream: Tensor, nsamples: int, length: int, seed: int) -> Tensor:
     """[nsamples, length] windows of a stream of tokens: different ones, or random offsets if there are too few."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     windows = stream.numel() // length
     if nsamples <= windows:
-        starts = torch.randperm(windows, generator=generator)[:nsamples] * length
+        starts = torch.randperm(windows, generator=generator, device="cpu")[:nsamples] * length
     else:
         warnings.warn(
             f"the text has {windows} windows of {length} tokens, nsamples is {nsamples}: drawing from random offsets",
             stacklevel=3,
         )
-        starts = torch.randint(stream.numel() - length + 1, (nsamples,), generator=generator)
+        starts = torch.randint(stream.numel() - length + 1, (nsamples,), generator=generator, device="cpu")
     return stream.unfold(0, length, 1)[starts]
 
 
@@ -254,7 +254,7 @@ def _draw_from_documents(
             continue
         start = draw.randrange(len(ids) - length)
         windows.append(ids[start : start + length])
-    return torch.tensor(windows, dtype=torch.int64)
+    return torch.tensor(windows, dtype=torch.int64, device="cpu")
 
 
 def _prefix(tokenizer: Any, bos: bool) -> list[int]:
@@ -271,7 +271,7 @@ def _prefix(tokenizer: Any, bos: bool) -> list[int]:
 def _with_prefix(prefix: list[int], windows: Tensor) -> Tensor:
     if not prefix:
         return windows.clone()
-    return torch.cat([torch.tensor(prefix).expand(len(windows), -1), windows], dim=1)
+    return torch.cat([torch.tensor(prefix, dtype=torch.int64, device="cpu").expand(len(windows), -1), windows], dim=1)
 
 
 def _check_tensor(tokens: Tensor, seqlen: int) -> Tensor:

@@ -1,0 +1,219 @@
+"""Sizes of zero in every dimension, and memory that overlaps: exact where there is an answer, else one line."""
+
+import copy
+
+import pytest
+import torch
+
+import fwanda_kernels as fk
+from fwanda_kernels.testing import WEIGHT_DTYPES
+
+# sizes of zero
+
+SHAPES = [(0, 0, 0), (0, 32, 3), (32, 0, 3), (32, 32, 0), (0, 0, 3), (0, 32, 0), (32, 0, 0)]  # R, C, T
+
+
+def inputs(rows: int, cols: int, tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.ones(rows, cols, dtype=dtype),
+        "scale": torch.ones(cols),
+        "keep": torch.zeros(rows, dtype=torch.int64),
+        "x": torch.ones(tokens, cols, dtype=dtype),
+        "mask": torch.ones(rows, cols, dtype=torch.bool),
+        "packed": torch.zeros(rows, (cols + 7) // 8, dtype=torch.uint8),
+    }
+
+
+def obs(i, **choice):
+    weight = i["weight"].clone()
+    fk.obs_prune_(weight, torch.eye(weight.shape[1]), **choice)
+    return weight.sum()
+
+
+def prune(function, i, *rest):
+    weight = i["weight"].clone()
+    function(weight, i["scale"], *rest)
+    return weight.sum()
+
+
+def sums(function, i, shape, **settings):
+    total = torch.zeros(shape)
+    function(total, i["x"], **settings)
+    return total.sum()
+
+
+EMPTY_CALLS = {  # what is left of nothing: each value is 0
+    "accumulate_sq_sums_": lambda i, r, c, t: sums(fk.accumulate_sq_sums_, i, c) - t * c,
+    "accumulate_sq_sums_ of a batch": lambda i, r, c, t: sums(
+        fk.accumulate_sq_sums_, i | {"x": i["x"][None]}, c, token_mask=torch.zeros(1, t, dtype=torch.bool)
+    ),
+    "accumulate_gram_": lambda i, r, c, t: sums(fk.accumulate_gram_, i, (c, c)) - t * c * c,
+    "accumulate_gram_ of a batch": lambda i, r, c, t: sums(
+        fk.accumulate_gram_, i | {"x": i["x"][None]}, (c, c)
+    ) - t * c * c,
+    "row_topk_mask": lambda i, r, c, t: fk.row_topk_mask(i["weight"], i["scale"], i["keep"]).sum(),
+    "row_topk_mask among": lambda i, r, c, t: fk.row_topk_mask(i["weight"], i["scale"], 0, among=i["mask"]).sum(),
+    "row_topk_prune_": lambda i, r, c, t: prune(fk.row_topk_prune_, i, i["keep"]),
+    "foreach_accumulate_sq_sums_": lambda i, r, c, t: fk.foreach_accumulate_sq_sums_([torch.zeros(c)], [i["x"]]),
+    "foreach_row_topk_prune_": lambda i, r, c, t: fk.foreach_row_topk_prune_([i["weight"]], [i["scale"]], [i["keep"]]),
+    "nm_mask": lambda i, r, c, t: fk.nm_mask(i["weight"], i["scale"], 2, 4).sum() - r * c // 2,
+    "nm_mask 1:1": lambda i, r, c, t: fk.nm_mask(i["weight"], i["scale"], 1, 1).sum() - r * c,
+    "nm_prune_": lambda i, r, c, t: prune(fk.nm_prune_, i, 2, 4) - r * c // 2,
+    "compress_24": lambda i, r, c, t: fk.compress_24(i["weight"], i["scale"])[0].sum() - r * c // 2,
+    "select_threshold": lambda i, r, c, t: fk.select_threshold(
+        [i["weight"]], [torch.ones(r)], [i["scale"]], 0
+    )[0].sum(),
+    "select_threshold of two": lambda i, r, c, t: fk.select_threshold(
+        [i["weight"], torch.ones(3, 4)], [torch.zeros(r), torch.ones(3)], [i["scale"], torch.ones(4)], 5
+    )[1].sum() - 5,
+    "pack_mask": lambda i, r, c, t: fk.pack_mask(i["mask"]).sum() - r * c // 8 * 255,
+    "masked_weight": lambda i, r, c, t: fk.masked_weight(i["weight"], i["packed"]).sum(),
+    "removed_sums": lambda i, r, c, t: sum(
+        s.sum() for s in fk.removed_sums(torch.zeros(t, r, dtype=i["x"].dtype), i["x"], i["weight"], i["packed"])
+    ),
+    "obs_factor": lambda i, r, c, t: fk.obs_factor(torch.eye(c))[1],
+    "obs_prune_ sparsity": lambda i, r, c, t: obs(i, sparsity=1),
+    "obs_prune_ keep": lambda i, r, c, t: obs(i, keep=i["keep"]),
+    "obs_prune_ mask": lambda i, r, c, t: obs(i, mask=~i["mask"]),
+    "obs_prune_ pattern": lambda i, r, c, t: obs(i, pattern=(0, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.fault("zero sizes")
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", EMPTY_CALLS)
+def test_every_op_serves_sizes_of_zero(name, shape, dtype):
+    if name == "compress_24" and dtype == torch.float32:
+        pytest.skip("bf16 and fp16 only")
+    assert int(EMPTY_CALLS[name](inputs(*shape, dtype), *shape) or 0) == 0
+
+
+def test_every_op_has_a_call_with_sizes_of_zero():
+    assert {name.split()[0] for name in EMPTY_CALLS} == set(fk.backends())
+
+
+@pytest.mark.fault("zero sizes")
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_global_row_scales_of_an_empty_matrix_are_empty_or_zero(shape):
+    weights, norms = [torch.ones(shape), torch.ones(2, 3)], [torch.ones(shape[1]), torch.ones(3)]
+    first, second = fk.global_row_scales(weights, [torch.ones(shape[0]), torch.ones(2)], norms)
+    assert first.tolist() == [0.0] * shape[0] and second.isfinite().all()
+
+
+@pytest.mark.fault("zero sizes")
+def test_batches_without_a_token_are_measured_as_nothing():
+    layer = torch.nn.Linear(4, 4)
+    with fk.collect_statistics({"fc": layer}) as stats, fk.collect_hessians({"fc": layer}) as hessians:
+        layer(torch.ones(0, 4)).sum().backward()
+        layer(torch.ones(2, 0, 4)).sum().backward()
+    assert stats["fc"].n_tokens == 0 and not stats["fc"].x2.any() and not hessians["fc"].any()
+    assert stats["fc"].norm.tolist() == [1.0] * 4
+
+
+# overlapping memory
+
+OVERLAPPING = {  # [6, 16] fp32
+    "rows": lambda: torch.ones(1, 16).expand(6, 16),
+    "columns": lambda: torch.ones(6, 1).expand(6, 16),
+    "windows": lambda: torch.ones(21).unfold(0, 16, 1),
+    "as_strided": lambda: torch.ones(96).as_strided((6, 16), (4, 2)),
+}
+APART = {
+    "transposed": lambda: torch.ones(16, 6).T,
+    "every second column": lambda: torch.ones(6, 32)[:, ::2],
+    "interleaved": lambda: torch.ones(96).as_strided((6, 16), (1, 6)),
+    "coprime strides": lambda: torch.ones(201).as_strided((6, 16), (7, 11)),
+}
+WEIGHT_CALLS = {
+    "row_topk_mask": lambda w: fk.row_topk_mask(w, torch.ones(16), 3),
+    "row_topk_prune_": lambda w: fk.row_topk_prune_(w, torch.ones(16), 3),
+    "nm_mask": lambda w: fk.nm_mask(w, torch.ones(16), 2, 4),
+    "nm_prune_": lambda w: fk.nm_prune_(w, torch.ones(16), 2, 4),
+    "obs_prune_": lambda w: fk.obs_prune_(w, factor=torch.eye(16), sparsity=0.5),
+    "select_threshold": lambda w: fk.select_threshold([w], [torch.ones(6)], [torch.ones(16)], 9),
+    "foreach_row_topk_prune_": lambda w: fk.foreach_row_topk_prune_(
+        [w], [torch.ones(16)], [torch.full((6,), 3)], bad=torch.zeros(1, dtype=torch.int32)
+    ),
+}
+
+
+@pytest.mark.fault("overlap")
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
+@pytest.mark.parametrize("op", WEIGHT_CALLS)
+def test_weights_that_overlap_themselves_are_refused_in_one_line(op, make):
+    weight = make()
+    with pytest.raises(ValueError) as error:
+        WEIGHT_CALLS[op](weight)
+    text = str(error.value)
+    assert text.startswith(f"{op}: the entries of weight") and "overlap" in text and "\n" not in text
+    assert bool((weight == 1).all())
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("make", APART.values(), ids=APART)
+@pytest.mark.parametrize("op", WEIGHT_CALLS)
+def test_any_strides_without_an_overlap_are_served(op, make):
+    strided, plain = make(), torch.ones(6, 16)
+    found, expected = WEIGHT_CALLS[op](strided), WEIGHT_CALLS[op](plain)
+    assert torch.equal(strided, plain)
+    if expected is not None:
+        found, expected = ([r] if isinstance(r, torch.Tensor) else r for r in (found, expected))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.fault("overlap")
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    "op, argument, call",
+    [
+        ("accumulate_sq_sums_", "acc", lambda: fk.accumulate_sq_sums_(torch.ones(1).expand(4), torch.ones(2, 4))),
+        ("accumulate_gram_", "hessian", lambda: fk.accumulate_gram_(torch.ones(4).expand(4, 4), torch.ones(2, 4))),
+        (
+            "foreach_row_topk_prune_",
+            "bad",
+            lambda: fk.foreach_row_topk_prune_(
+                list(torch.ones(2, 3, 4)), [torch.ones(4)] * 2, [torch.ones(3).long()] * 2,
+                bad=torch.zeros(1, dtype=torch.int32).expand(2),
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_other_changed_arguments_that_overlap_themselves_are_refused(op, argument, call):
+    with pytest.raises(ValueError, match=f"^{op}: the entries of {argument} must not overlap"):
+        call()
+
+
+def pruned(weights: list[torch.Tensor]) -> None:
+    scales = [torch.ones(w.shape[1]) for w in weights]
+    fk.foreach_row_topk_prune_(weights, scales, [torch.full((len(w),), 2) for w in weights])
+
+
+@pytest.mark.fault("overlap")
+@pytest.mark.usefixtures("backend")
+def test_matrices_of_a_list_that_share_memory_are_refused_and_neighbours_are_not():
+    whole = torch.ones(8, 12)
+    for shared in ([whole, whole], [whole[:5], whole[4:]], [whole[:, :7], whole[:, 6:]], [whole, whole.T]):
+        with pytest.raises(ValueError, match="^foreach_row_topk_prune_: weights must not overlap each other"):
+            pruned(shared)
+    with pytest.raises(ValueError, match="^foreach_accumulate_sq_sums_: accs must not overlap each other"):
+        fk.foreach_accumulate_sq_sums_([whole[0], whole[0]], [torch.ones(2, 12)] * 2)
+    assert bool((whole == 1).all())
+    for parts in ([whole[:4], whole[4:]], [whole[:, :6], whole[:, 6:]], [whole[:4, :6], whole[2:, 6:]]):
+        copies = copy.deepcopy(parts)
+        pruned(copies)
+        assert all((part != 0).sum(1).eq(2).all() for part in copies)
+
+
+@pytest.mark.usefixtures("backend")
+def test_arguments_that_are_only_read_may_be_expanded():
+    weight, one = torch.arange(1.0, 13).view(3, 4), torch.ones(1)
+    assert fk.row_topk_mask(weight, one.expand(4), torch.tensor([2]).expand(3)).sum(1).tolist() == [2, 2, 2]
+    assert fk.nm_mask(weight, one.expand(4), 2, 4).sum() == 6
+    fk.obs_prune_(weight, factor=torch.eye(4), mask=torch.tensor([True, False, True, False]).expand(3, 4))
+    assert (weight != 0).sum(1).tolist() == [2, 2, 2]
+    total = torch.zeros(4)
+    fk.accumulate_sq_sums_(total, one.expand(5, 4), token_mask=torch.tensor([True]).expand(5))
+    assert total.tolist() == [5] * 4
