@@ -9,22 +9,39 @@ import torch
 from torch import nn
 
 from ..config import PruneConfig
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, shortened
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter."""
-    return next(model.parameters()).device
+    """The device of the model's first parameter.
+
+    Raises:
+        UserError: it is no module, or has no parameter.
+    """
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    if first is None:
+        got = type(model).__name__ + ("" if isinstance(model, nn.Module) else f" {shortened(str(model))!r}")
+        raise UserError(f"the model must be a causal language model with weights, got {got}; load one by load_model()")
+    return first.device
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module into evaluation mode inside the block, and back into its own mode afterwards."""
+    """Puts every module into evaluation mode inside the block, and back into its own mode afterwards.
+
+    Outputs have names inside, also where the configuration asks for tuples (return_dict=False).
+    """
     modes = {module: module.training for module in model.modules()}
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
     model.eval()
+    for config in tuples:
+        config.return_dict = True
     try:
         yield
     finally:
+        for config in tuples:
+            config.return_dict = False
         for module, training in modes.items():
             module.training = training
 

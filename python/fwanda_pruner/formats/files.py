@@ -72,9 +72,29 @@ def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: 
         if output.exists():
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            for folder in made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            _remove_empty(made)
+
+
+@contextlib.contextmanager
+def trial_folder(output: str | Path) -> Iterator[Path]:
+    """Yields a hidden folder beside `output`, as atomic_folder() does; at the end it and all that was made are gone.
+
+    Raises:
+        UserError: no folder can be made there, or the disk is full or not writable.
+    """
+    output = _resolve(output)
+    made = [folder for folder in output.parents if not folder.exists()]
+    temporary = _hidden_name(output, "tmp")
+    try:
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"output {output}: cannot be made ({error.strerror}); choose another folder") from error
+        with user_errors(output):
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_empty(made)
 
 
 def check_output(
@@ -168,8 +188,7 @@ def user_errors(output: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # safetensors and tokenizers give the number of a system error only in their text
-        number = getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
+        number = system_error(error)
         if number in _DISK_FULL:
             free = shutil.disk_usage(next(folder for folder in output.parents if folder.exists())).free
             raise UserError(f"output {output}: no space left on the disk ({_size(free)} free); make room") from error
@@ -182,6 +201,12 @@ def user_errors(output: Path) -> Iterator[None]:
                 f"output {output}: another process filled it meanwhile; choose another folder or pass --overwrite"
             ) from error
         raise
+
+
+def system_error(error: Exception) -> int:
+    """The number (errno) of an error of the system; 0 for another error."""
+    # safetensors and tokenizers give the number only in their text
+    return getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
 
 
 def _resolve(path: str | Path) -> Path:
@@ -212,6 +237,12 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         pass
     return True
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _finish_file(path: Path) -> None:

@@ -1,0 +1,128 @@
+"""The folder that a model was loaded from: what lies there beside the weights that the model holds."""
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from transformers.utils import cached_file
+
+from ..errors import UserError
+from ..model.targets import find_blocks
+from .audit import stored_tensors
+
+# Files that users of a model need and that neither the model nor its tokenizer writes, by name in lower case.
+_CARRIED = (
+    "licen[cs]e*", "*[-_]licen[cs]e*", "copying*", "copyright*", "notice*", "*[-_]notice*", "*use_policy*", "*.jinja",
+    "chat_template*", "*preprocessor_config.json", "processor_config.json", "*.model",
+    "*.tiktoken",
+)  # fmt: skip
+# The same of a model of the hub, whose other files may not be on this machine. Each costs a question to the hub.
+_ON_THE_HUB = (
+    "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+# Buffers that a model computes itself; older checkpoints hold them.
+_COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids|(attn|attention)\.bias|(cos|sin)_cached)$")
+
+
+def source_folder(model) -> Path | None:
+    """The folder of a model's files, from which it was loaded; of a model of the hub, its folder in the cache.
+
+    None if the model was made in memory, or loaded from a single file.
+    """
+    name = getattr(model.config, "name_or_path", None)
+    if not name or not isinstance(name, str):
+        return None
+    with suppress(OSError, ValueError):
+        if Path(name).exists():
+            return Path(name) if Path(name, "config.json").is_file() else None
+        file = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        return None if file is None else Path(file).parent
+    return None
+
+
+def carry_files(model, folder: Path) -> list[str]:
+    """Copies licences, notices, chat templates and settings of processors to a folder that lacks them, unchanged.
+
+    Args:
+        model: gives the folder that it was loaded from.
+        folder: of the written model.
+
+    Returns:
+        Names of the files that could not be read.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    source, failed = source_folder(model), []
+    if source is None:
+        return failed
+    if not Path(model.config.name_or_path).exists():
+        for name in _ON_THE_HUB:
+            with suppress(OSError, ValueError):  # there may be no network
+                cached_file(model.config.name_or_path, name, _raise_exceptions_for_missing_entries=False)
+    for path in sorted(source.iterdir()):
+        carried = any(fnmatch(path.name.lower(), pattern) for pattern in _CARRIED)
+        if carried and path.is_file() and not (folder / path.name).exists():
+            try:
+                content = path.read_bytes()
+            except OSError:
+                failed.append(path.name)
+            else:
+                (folder / path.name).write_bytes(content)
+    return failed
+
+
+def surplus_layers(model) -> str | None:
+    """A warning if the files of a model hold more decoder blocks than the model, else None."""
+    source = source_folder(model)
+    if source is None:
+        return None
+    path, blocks = find_blocks(model)
+    step = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
+    found = {
+        int(match[1]) for name in _stored(source) if _in_language_model(name, path) and (match := step.search(name))
+    }
+    surplus = sorted(index for index in found if index >= len(blocks))
+    if not surplus:
+        return None
+    return (
+        f"the files of {model.config.name_or_path} hold {len(found)} blocks, the model has {len(blocks)}: block "
+        f"{surplus[0]} and those after it are neither pruned nor saved; they are layers for the prediction of several "
+        f"tokens, or config.json has a wrong number of layers"
+    )
+
+
+def lost_tensors(model, folder: Path) -> str | None:
+    """A warning that names tensors of the files a model was loaded from that its saved files lack, else None.
+
+    Says nothing where the saved files name most tensors in another way.
+    """
+    source = source_folder(model)
+    if source is None:
+        return None
+    prefix = f"{model.base_model_prefix}." if getattr(model, "base_model_prefix", "") else ""
+    held = {name.removeprefix(prefix) for name in (*stored_tensors(folder), *model.state_dict())}
+    stored = [name for name in _stored(source) if not _COMPUTED.search(name)]
+    lost = sorted(name for name in stored if name.removeprefix(prefix) not in held)
+    if not lost or 2 * len(lost) > len(stored):
+        return None
+    return (
+        f"{len(lost)} tensors of {model.config.name_or_path} are not in the saved files, because the model does not "
+        f"use them; the first is {lost[0]}. If you need them, e.g. to predict several tokens, take them from there"
+    )
+
+
+def _in_language_model(name: str, blocks_path: str) -> bool:
+    """Whether the name of a stored tensor may lie in the language model: towers of other modalities have blocks too."""
+    towers = ("vision", "visual", "audio", "speech", "image")
+    return not any(word in name for word in towers) or any(word in blocks_path for word in towers)
+
+
+def _stored(folder: Path) -> Iterable[str]:
+    """Names of the tensors in the safetensors files of a folder; none if they cannot be read."""
+    with suppress(UserError):
+        return stored_tensors(folder)
+    return ()
