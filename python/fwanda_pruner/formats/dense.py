@@ -195,6 +195,4 @@ def _savable(what: str, folder: Path) -> Iterator[None]:
         number = system_error(error)
         if number and (number != errno.ENOENT or not folder.exists()):
             raise
-        raise UserError(
-            f"{what} cannot be saved and loaded again ({one_line(error)}); correct it before pruning"
-        ) from error
+        raise UserError(f"{what} cannot be saved and loaded again ({one_line(error)}); correct it first") from error
