@@ -65,7 +65,7 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "they are refused by name before weights are read",
     ),
     "unusual weights": (
-        "Weights are on the meta device, offloaded, sharded, wrapped, quantised, parametrised or otherwise no plain tensors",
+        "Weights are no plain tensors: on the meta device, offloaded, sharded, wrapped, quantised or parametrised",
         "refused in one line that names the first such tensor or module and says what to do, before text is read",
     ),
     "adapters": (
@@ -106,8 +106,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "left behind": (
         "Tensors, blocks, licences or templates of the checkpoint are missing from the output without a word",
-        "licences, notices, templates and processor settings are copied; tensors and blocks that the model does not use "
-        "give a warning, which the record keeps",
+        "licences, notices, templates and processor settings are copied; tensors and blocks that the model does not "
+        "use give a warning, which the record keeps",
     ),
     "fused experts": (
         "16 Fused 3-D experts are skipped silently",

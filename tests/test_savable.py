@@ -247,6 +247,17 @@ def test_licences_notices_and_templates_are_carried_over_unchanged(tmp_path):
 
 
 @pytest.mark.fault("left behind")
+def test_a_vocabulary_is_not_carried_over_without_its_tokenizer(tmp_path):
+    source = folder(tmp_path / "in")
+    (source / "tokenizer.model").write_text("a vocabulary")
+    (source / "LICENSE").write_text("a licence")
+    model, _ = load_model(str(source), device="cpu")
+    save_pruned(model, None, fwanda_pruner.prune(model, method="magnitude", progress=False), tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE").exists()
+    assert load_model(str(tmp_path / "out"), device="cpu").tokenizer is None
+
+
+@pytest.mark.fault("left behind")
 def test_the_template_of_the_tokenizer_that_is_saved_wins(tmp_path):
     source = folder(tmp_path / "in")
     (source / "chat_template.jinja").write_text("old")

@@ -15,9 +15,9 @@ from .audit import stored_tensors
 # Files that users of a model need and that neither the model nor its tokenizer writes, by name in lower case.
 _CARRIED = (
     "licen[cs]e*", "*[-_]licen[cs]e*", "copying*", "copyright*", "notice*", "*[-_]notice*", "*use_policy*", "*.jinja",
-    "chat_template*", "*preprocessor_config.json", "processor_config.json", "*.model",
-    "*.tiktoken",
+    "chat_template*", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
+_CARRIED_WITH_TOKENIZER = ("*.model", "*.tiktoken")  # vocabularies that other programs read
 # The same of a model of the hub, whose other files may not be on this machine. Each costs a question to the hub.
 _ON_THE_HUB = (
     "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md", "chat_template.jinja",
@@ -60,11 +60,12 @@ def carry_files(model, folder: Path) -> list[str]:
     if source is None:
         return failed
     if not Path(model.config.name_or_path).exists():
-        for name in _ON_THE_HUB:
-            with suppress(OSError, ValueError):  # there may be no network
+        with suppress(OSError, ValueError):  # there may be no network
+            for name in _ON_THE_HUB:
                 cached_file(model.config.name_or_path, name, _raise_exceptions_for_missing_entries=False)
+    patterns = (*_CARRIED, *(_CARRIED_WITH_TOKENIZER if (folder / "tokenizer_config.json").exists() else ()))
     for path in sorted(source.iterdir()):
-        carried = any(fnmatch(path.name.lower(), pattern) for pattern in _CARRIED)
+        carried = any(fnmatch(path.name.lower(), pattern) for pattern in patterns)
         if carried and path.is_file() and not (folder / path.name).exists():
             try:
                 content = path.read_bytes()

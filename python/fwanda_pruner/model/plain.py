@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -124,16 +124,22 @@ def _check_language_model(model: nn.Module) -> None:
         raise UserError(f"{kind} is no Hugging Face model; load one by fwanda_pruner.load_model")
     if getattr(config, "is_encoder_decoder", False) or _OTHER_TASK.search(kind):
         raise UserError(f"{kind} is no causal language model; load one by fwanda_pruner.load_model")
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        head = None
+    embedding, head = _called(model.get_input_embeddings), _called(model.get_output_embeddings)
+    if embedding is None:
+        raise UserError(f"{kind} does not say where its token embedding is (get_input_embeddings); it cannot be pruned")
     if head is None and kind.endswith("Model") and not kind.endswith(("LMHeadModel", "LMModel")):
         raise UserError(f"{kind} has no output head, so it predicts no text; load it by AutoModelForCausalLM")
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is not None:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
+        method = (quantisation if isinstance(quantisation, dict) else vars(quantisation)).get("quant_method")
         raise UserError(f"the model is quantised ({getattr(method, 'value', method)}); {_QUANTISE_LATER}")
+
+
+def _called(find: Callable[[], nn.Module]) -> nn.Module | None:
+    try:
+        return find()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _check_tensors(model: nn.Module) -> None:
@@ -246,5 +252,5 @@ def _tie_patterns(model: nn.Module) -> list[str]:
 
 
 def _are_embeddings(model: nn.Module) -> bool:
-    head = model.get_output_embeddings()
+    head = _called(model.get_output_embeddings)
     return head is not None and head.weight is model.get_input_embeddings().weight
