@@ -124,6 +124,11 @@ def no_parameter(model):
     return model
 
 
+def freed(model):
+    query(model).weight.untyped_storage().resize_(0)
+    return model
+
+
 def of_uninitialised(model):
     return replace_query(model, nn.LazyLinear(32, bias=False))
 
@@ -169,6 +174,7 @@ UNUSUAL = {
     "no parameter": (no_parameter, "q_proj has a weight that is no nn.Parameter"),
     "sparse": (lambda m: with_weight(m, lambda w: w.to_sparse_csr()), "q_proj.weight is stored as torch.sparse_csr"),
     "expanded": (lambda m: with_weight(m, lambda w: w[:1].expand(32, 32)), "q_proj.weight has entries that share"),
+    "freed": (freed, "q_proj.weight has no memory any more"),
     "overlapping": (
         lambda m: with_weight(m, lambda w: w.flatten().as_strided((32, 32), (16, 1))),
         "q_proj.weight has entries that share",
@@ -185,7 +191,7 @@ UNUSUAL = {
 }  # fmt: skip
 COMPILED = {
     "whole": (torch.compile, "the model is a wrapper of torch.compile; give the model itself, model._orig_mod"),
-    "block": (compiled_within, r"model\.layers\.1 is a wrapper of torch.compile.* model\.layers\.1\._orig_mod"),
+    "block": (compiled_within, r"model\.layers\.1 is a wrapper of torch.compile; take it away by model\.set_submodule.*_orig_mod"),
     "in place": (compiled_in_place, r"model\.layers\.1\.mlp is compiled in place"),
     "forward": (compiled_forward, "^model is compiled in place"),
     "torch.jit": (
@@ -241,6 +247,14 @@ def test_a_model_that_is_not_plain_is_refused_in_one_line(case):
     refuse(change(tiny.llama()), match)
 
 
+@pytest.mark.fault("unusual weights")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_on_two_devices_are_refused_on_gpu():
+    model = tiny.llama()
+    model.model.layers[1].to("cuda")
+    refuse(model, r"the model lies on 2 devices \(model\.embed_tokens\.weight on cpu, model\.layers\.1.* on cuda:0\)")
+
+
 @pytest.mark.fault("compiled")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", COMPILED)
@@ -249,6 +263,15 @@ def test_a_compiled_part_is_found_at_any_depth_before_anything_runs(case):
     model = tiny.llama()
     model.model.embed_tokens.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     refuse(change(model), match)
+
+
+@pytest.mark.fault("compiled")
+def test_a_wrapper_is_taken_away_as_the_error_says():
+    model = compiled_within(tiny.llama())
+    with pytest.raises(UserError) as refused:
+        tiny.prune(model, method="magnitude")
+    exec(str(refused.value).partition("by ")[2].partition(", and")[0], {"model": model})
+    assert tiny.prune(model, method="magnitude").sparsity["asked"] == 0.5
 
 
 @pytest.mark.fault("adapters")

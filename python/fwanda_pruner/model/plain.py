@@ -44,8 +44,7 @@ def check_plain(model: nn.Module) -> None:
 
 def _compiled(module: nn.Module, name: str) -> str | None:
     if hasattr(module, "_orig_mod"):
-        parent = f"put the module itself there, {name}._orig_mod" if name else "give the model itself, model._orig_mod"
-        return f"is a wrapper of torch.compile; {parent}, and compile it after pruning"
+        return f"is a wrapper of torch.compile; {_unwrap(name, '_orig_mod')}, and compile it after pruning"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by torch.jit; give the model that it was made from"
     in_place = getattr(module, "_compiled_call_impl", None) is not None
@@ -54,13 +53,19 @@ def _compiled(module: nn.Module, name: str) -> str | None:
     return None
 
 
+def _unwrap(name: str, attribute: str) -> str:
+    """How to replace a wrapper by what it wraps."""
+    if not name:
+        return f"give the model itself, model.{attribute}"
+    return f"take it away by model.set_submodule({name!r}, model.get_submodule({name!r}).{attribute})"
+
+
 def _wrapped(module: nn.Module, name: str) -> str | None:
     classes = {base.__name__ for base in type(module).__mro__}
     if classes & _SHARDING:
         return "is sharded by FSDP, so no process holds all its weights; load the whole model in one process"
     if classes & _WRAPPERS:
-        inner = f"{name or 'model'}.module"
-        return f"is wrapped by {type(module).__name__}; give the module itself, {inner}"
+        return f"is wrapped by {type(module).__name__}; {_unwrap(name, 'module')}"
     hook = getattr(module, "_hf_hook", None)
     for part in getattr(hook, "hooks", [hook]):  # a hook, or several in one
         if getattr(part, "offload", False) or "Offload" in type(part).__name__:
@@ -171,6 +176,11 @@ def _fault_of_tensor(tensor: Tensor) -> str | None:
         return _EMPTY
     if tensor.layout != torch.strided:
         return f"is stored as {tensor.layout}, expected a dense tensor; replace it by nn.Parameter(tensor.to_dense())"
+    if (
+        tensor.numel()
+        and _addresses(tensor)[1] - tensor.untyped_storage().data_ptr() > tensor.untyped_storage().nbytes()
+    ):
+        return "has no memory any more (sharded or freed); load the model again"
     if _overlaps_itself(tensor):
         return "has entries that share memory (expanded?); replace it by nn.Parameter(tensor.detach().clone())"
     return None
@@ -184,6 +194,13 @@ def _overlaps_itself(tensor: Tensor) -> bool:
             return True
         span += (size - 1) * stride
     return False
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Address of the first byte of a tensor, and of the one after its last."""
+    start = tensor.data_ptr()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
 
 
 def _check_places(model: nn.Module) -> None:
@@ -229,10 +246,7 @@ def _overlapping(model: nn.Module) -> Iterator[list[str]]:
     by_storage = defaultdict(list)
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.numel():
-            start = tensor.data_ptr()
-            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            end = start + (reach + 1) * tensor.element_size()
-            by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append((start, end, name))
+            by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append((*_addresses(tensor), name))
     for tensors in by_storage.values():
         group, reached = [], 0
         for start, end, name in sorted(tensors):
