@@ -191,7 +191,10 @@ UNUSUAL = {
 }  # fmt: skip
 COMPILED = {
     "whole": (torch.compile, "the model is a wrapper of torch.compile; give the model itself, model._orig_mod"),
-    "block": (compiled_within, r"model\.layers\.1 is a wrapper of torch.compile; take it away by model\.set_submodule.*_orig_mod"),
+    "block": (
+        compiled_within,
+        r"model\.layers\.1 is a wrapper of torch.compile; take it away by model\.set_submodule.*_orig_mod",
+    ),
     "in place": (compiled_in_place, r"model\.layers\.1\.mlp is compiled in place"),
     "forward": (compiled_forward, "^model is compiled in place"),
     "torch.jit": (

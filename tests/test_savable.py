@@ -176,8 +176,10 @@ def test_a_trial_leaves_nothing_behind(tmp_path):
 # What lies beside the weights of the model
 
 EXTRA = {"model.layers.2.eh_proj.weight": torch.ones(4, 8), "mtp.norm.weight": torch.ones(4)}
-CARRIED = ("LICENSE", "LICENSE-MODEL.txt", "llama_LICENCE.md", "NOTICE", "Third_Party_Notices.txt", "USE_POLICY.md",
-           "chat_template.json", "extra.jinja", "tokenizer.model", "preprocessor_config.json")  # fmt: skip
+CARRIED = (
+    "LICENSE", "LICENSE-MODEL.txt", "llama_LICENCE.md", "NOTICE", "Third_Party_Notices.txt", "USE_POLICY.md",
+    "GEMMA_TERMS.md", "chat_template.json", "extra.jinja", "tokenizer.model", "merges.txt", "preprocessor_config.json",
+)  # fmt: skip
 
 
 @pytest.mark.fault("left behind")
@@ -265,6 +267,28 @@ def test_the_template_of_the_tokenizer_that_is_saved_wins(tmp_path):
     tokenizer.chat_template = "new"
     save_pruned(model, tokenizer, fwanda_pruner.prune(model, method="magnitude", progress=False), tmp_path / "out")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "new"
+
+
+@pytest.mark.fault("left behind")
+def test_files_of_another_tokenizer_are_not_mixed_in(tmp_path):
+    source = folder(tmp_path / "in")
+    for name in ("tokenizer.model", "chat_template.jinja", "LICENSE"):
+        (source / name).write_text("of the model")
+    model, _ = load_model(str(source), device="cpu")
+    report = fwanda_pruner.prune(model, method="magnitude", progress=False)
+    save_pruned(model, tiny.byte_tokenizer(), report, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "LICENSE" in names and not names & {"tokenizer.model", "chat_template.jinja"}
+
+
+@pytest.mark.fault("left behind")
+@pytest.mark.parametrize("named", [True, False])
+def test_code_that_the_config_names_is_carried_over(named, tmp_path):
+    code = {"AutoConfig": "configuration_tiny.TinyConfig"}
+    source = folder(tmp_path / "in", config={"auto_map": code} if named else {})
+    (source / "configuration_tiny.py").write_text("# code")
+    pruned(source, tmp_path / "out")
+    assert (tmp_path / "out" / "configuration_tiny.py").exists() == named
 
 
 @pytest.mark.fault("left behind")

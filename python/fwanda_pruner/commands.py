@@ -105,7 +105,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
     from .formats.files import check_output
     from .report.summary import summary
     from .run import pipeline
-    from .run.save import check_savable, save_pruned
+    from .run.save import save_pruned
     from .run.stage import StageName, timed
     from .run.state import RunState
 
@@ -115,7 +115,6 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
             model, tokenizer = _load(args, config)
         copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
         check_output(args.output, overwrite=args.overwrite, needed_bytes=copies * model_bytes(model))
-        check_savable(model, tokenizer, args.output)
         report = pipeline.prune(model, tokenizer, config=config, statistics=statistics, state=state)
         report.config = {**report.config, "model": args.model, "statistics": args.statistics}
         report.seconds = seconds | report.seconds

@@ -37,17 +37,16 @@ def write(folder: Path, model, tokenizer) -> None:
         tokenizer: None writes none.
 
     Raises:
+        UserError: as write_settings().
         OSError, safetensors.SafetensorError: the file system refuses; see files.user_errors().
     """
-    with quiet():
-        with _settings_kept(model):
-            model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+    write_settings(folder, model, tokenizer)
+    with quiet(), _settings_kept(model):
+        model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
 
 
-def try_settings(folder: Path, model, tokenizer) -> None:
-    """Write what write() does beside the weights, and read the settings back.
+def write_settings(folder: Path, model, tokenizer) -> None:
+    """Write what write() does beside the weights, and read the configs back.
 
     Args:
         folder, model, tokenizer: as in write().

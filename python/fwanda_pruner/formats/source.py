@@ -14,10 +14,11 @@ from .audit import stored_tensors
 
 # Files that users of a model need and that neither the model nor its tokenizer writes, by name in lower case.
 _CARRIED = (
-    "licen[cs]e*", "*[-_]licen[cs]e*", "copying*", "copyright*", "notice*", "*[-_]notice*", "*use_policy*", "*.jinja",
-    "chat_template*", "*preprocessor_config.json", "processor_config.json",
+    "*licen[cs]e*", "copying*", "copyright*", "*notice*", "*terms*", "*use_policy*", "eula*", "patents*", "authors*",
+    "citation*", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-_CARRIED_WITH_TOKENIZER = ("*.model", "*.tiktoken")  # vocabularies that other programs read
+_TEMPLATES = ("*.jinja", "chat_template*")
+_VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt")  # other programs read them
 # The same of a model of the hub, whose other files may not be on this machine. Each costs a question to the hub.
 _ON_THE_HUB = (
     "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md", "chat_template.jinja",
@@ -43,11 +44,15 @@ def source_folder(model) -> Path | None:
     return None
 
 
-def carry_files(model, folder: Path) -> list[str]:
+def carry_files(model, tokenizer, folder: Path) -> list[str]:
     """Copies licences, notices, chat templates and settings of processors to a folder that lacks them, unchanged.
+
+    So are the vocabularies of a tokenizer that comes from the same place as the model, and the code of a model whose
+    config names it.
 
     Args:
         model: gives the folder that it was loaded from.
+        tokenizer: written with the model, or None.
         folder: of the written model.
 
     Returns:
@@ -63,7 +68,13 @@ def carry_files(model, folder: Path) -> list[str]:
         with suppress(OSError, ValueError):  # there may be no network
             for name in _ON_THE_HUB:
                 cached_file(model.config.name_or_path, name, _raise_exceptions_for_missing_entries=False)
-    patterns = (*_CARRIED, *(_CARRIED_WITH_TOKENIZER if (folder / "tokenizer_config.json").exists() else ()))
+    own = getattr(tokenizer, "name_or_path", None) == model.config.name_or_path
+    patterns = [
+        *_CARRIED,
+        *(_TEMPLATES if own or tokenizer is None else ()),
+        *(_VOCABULARIES if own else ()),
+        *(["*.py"] if getattr(model.config, "auto_map", None) else ()),
+    ]
     for path in sorted(source.iterdir()):
         carried = any(fnmatch(path.name.lower(), pattern) for pattern in patterns)
         if carried and path.is_file() and not (folder / path.name).exists():

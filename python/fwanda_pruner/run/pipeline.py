@@ -118,7 +118,7 @@ def run_prune(
         config = with_sources(config, calibration, eval, statistics)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
-        check_savable(model, tokenizer)
+        check_savable(model, tokenizer, state.output)
         engine = make_engine(model, targets, config, progress=progress)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

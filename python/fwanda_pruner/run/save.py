@@ -33,7 +33,7 @@ def check_savable(model, tokenizer=None, output: str | Path | None = None) -> No
     """
     place = Path(tempfile.gettempdir(), "fwanda-trial") if output is None else output
     with trial_folder(place) as folder:
-        dense.try_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
+        dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
 
 
 def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwrite: bool = False) -> None:
@@ -62,9 +62,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     """
     with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):
-            dense.try_settings(folder, model, tokenizer)
             dense.write(folder, model, tokenizer)
-            unread = carry_files(model, folder)
+            unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
         report.warnings += [note for note in notes if note not in report.warnings]
