@@ -192,6 +192,18 @@ def test_tensors_that_the_model_does_not_use_are_warned_of_and_recorded(tmp_path
 
 
 @pytest.mark.fault("left behind")
+def test_tensors_of_a_pickle_that_the_model_does_not_use_are_warned_of(tmp_path):
+    source = folder(tmp_path / "in")
+    torch.save(load_file(source / "model.safetensors") | EXTRA, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    model, _ = load_model(str(source), device="cpu", allow_pickle=True)
+    with pytest.warns(UserWarning, match="hold 3 blocks, the model has 2"):
+        report = fwanda_pruner.prune(model, method="magnitude", progress=False)
+    with pytest.warns(UserWarning, match=r"2 tensors of .* the first is model\.layers\.2\.eh_proj\.weight"):
+        save_pruned(model, None, report, tmp_path / "out")
+
+
+@pytest.mark.fault("left behind")
 @pytest.mark.parametrize("shards", [1, 4])
 def test_more_blocks_in_the_files_than_in_the_config_are_warned_of(shards, tmp_path):
     model = tiny.llama(blocks=4)
@@ -211,12 +223,21 @@ def test_more_blocks_in_the_files_than_in_the_config_are_warned_of(shards, tmp_p
 
 @pytest.mark.fault("left behind")
 @pytest.mark.filterwarnings("error:.*not in the saved files", "error:.*hold")
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss", "llava"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_vision", "gpt2", "mixtral", "gpt_oss", "llava"])
 def test_a_whole_checkpoint_gives_no_warning(family, tmp_path):
     model = tiny.llama() if family == "llama" else tiny.build(family)
     model.save_pretrained(tmp_path / "in")
     report, _, _ = pruned(tmp_path / "in", tmp_path / "out")
     assert report.warnings == []
+
+
+@pytest.mark.fault("left behind")
+@pytest.mark.filterwarnings("error:.*hold")
+def test_blocks_of_other_parts_of_the_files_are_not_counted(tmp_path):
+    parts = ("mtp", "vision_tower.encoder", "model.audio_tower", "vpm.encoder")
+    source = folder(tmp_path / "in", tensors={f"{part}.layers.5.weight": torch.ones(2) for part in parts})
+    with pytest.warns(UserWarning, match="4 tensors of"):
+        pruned(source, tmp_path / "out")
 
 
 @pytest.mark.fault("left behind")

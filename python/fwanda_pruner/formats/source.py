@@ -1,11 +1,13 @@
 """The folder that a model was loaded from: what lies there beside the weights that the model holds."""
 
+import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+import torch
 from transformers.utils import cached_file
 
 from ..errors import UserError
@@ -26,6 +28,8 @@ _ON_THE_HUB = (
 )  # fmt: skip
 # Buffers that a model computes itself; older checkpoints hold them.
 _COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids|(attn|attention)\.bias|(cos|sin)_cached)$")
+
+_TOWERS = ("vision", "visual", "audio", "speech", "image")  # their blocks have names like those of the language model
 
 
 def source_folder(model) -> Path | None:
@@ -75,15 +79,15 @@ def carry_files(model, tokenizer, folder: Path) -> list[str]:
         *(_VOCABULARIES if own else ()),
         *(["*.py"] if getattr(model.config, "auto_map", None) else ()),
     ]
-    for path in sorted(source.iterdir()):
-        carried = any(fnmatch(path.name.lower(), pattern) for pattern in patterns)
-        if carried and path.is_file() and not (folder / path.name).exists():
+    for name in sorted(os.listdir(source)) if os.access(source, os.R_OK) else ():
+        wanted = any(fnmatch(name.lower(), pattern) for pattern in patterns)
+        if wanted and (source / name).is_file() and not (folder / name).exists():
             try:
-                content = path.read_bytes()
+                content = (source / name).read_bytes()
             except OSError:
-                failed.append(path.name)
+                failed.append(name)
             else:
-                (folder / path.name).write_bytes(content)
+                (folder / name).write_bytes(content)
     return failed
 
 
@@ -93,10 +97,7 @@ def surplus_layers(model) -> str | None:
     if source is None:
         return None
     path, blocks = find_blocks(model)
-    step = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
-    found = {
-        int(match[1]) for name in _stored(source) if _in_language_model(name, path) and (match := step.search(name))
-    }
+    found = _stored_blocks(source, path)
     surplus = sorted(index for index in found if index >= len(blocks))
     if not surplus:
         return None
@@ -127,14 +128,29 @@ def lost_tensors(model, folder: Path) -> str | None:
     )
 
 
-def _in_language_model(name: str, blocks_path: str) -> bool:
-    """Whether the name of a stored tensor may lie in the language model: towers of other modalities have blocks too."""
-    towers = ("vision", "visual", "audio", "speech", "image")
-    return not any(word in name for word in towers) or any(word in blocks_path for word in towers)
+def _stored_blocks(folder: Path, path: str) -> set[int]:
+    """Indices of the decoder blocks in the weight files of a folder. Those of towers and extra heads do not count.
+
+    Files may name the parents of the blocks in another order than `path`, the path in the model, or not at all.
+    """
+    parents, _, last = path.rpartition(".")
+    step = re.compile(rf"(?:^|\.){re.escape(last)}\.(\d+)\.")
+    found = set()
+    for name in _stored(folder):
+        if match := step.search(name):
+            before = name[: match.start()]
+            tower = any(word in before and word not in path for word in _TOWERS)
+            if not tower and (not before or set(parents.split(".")) <= set(before.split("."))):
+                found.add(int(match[1]))
+    return found
 
 
 def _stored(folder: Path) -> Iterable[str]:
-    """Names of the tensors in the safetensors files of a folder; none if they cannot be read."""
+    """Names of the tensors in the weight files of a folder; none if they cannot be read."""
     with suppress(UserError):
         return stored_tensors(folder)
-    return ()
+    names: list[str] = []
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        with suppress(Exception):  # a pickle can be broken in any way; weights_only runs no code of it
+            names += torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    return names

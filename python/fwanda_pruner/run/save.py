@@ -53,7 +53,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         overwrite: replace a folder that is not empty.
 
     Raises:
-        UserError: `output` cannot be written (see files.check_output()), or the disk becomes full or not writable.
+        UserError: `output` cannot be written (see files.check_output()), the disk becomes full or not writable, or the
+            settings or the tokenizer cannot be saved (see check_savable()).
         RuntimeError: a written matrix does not hold the zeros that the report lists.
 
     Warns:
