@@ -64,6 +64,26 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "12 Quantised layers are pruned into nonsense",
         "they are refused by name before weights are read",
     ),
+    "unusual weights": (
+        "Weights are no plain tensors: on the meta device, offloaded, sharded, wrapped, quantised or parametrised",
+        "refused in one line that names the first such tensor or module and says what to do, before text is read",
+    ),
+    "adapters": (
+        "LoRA adapters are pruned as if they were weights of the model",
+        "refused by name: merge them first; a merged model is pruned and saved",
+    ),
+    "one module twice": (
+        "One module or tensor stands at two places of the model",
+        "refused before pruning, unless the model's class ties the tensors, as it does with embeddings",
+    ),
+    "compiled": (
+        "A part of the model is compiled, and hooks do not run",
+        "found at any depth and refused before anything runs",
+    ),
+    "tuple outputs": (
+        "The model returns tuples (return_dict=False)",
+        "masks and weights are those of the same model with named outputs",
+    ),
     "lm_head": (
         "13 lm_head or a tied embedding is pruned by default",
         "they are never touched; asking for them is an error, tied or not",
@@ -75,6 +95,19 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     "reload": (
         "15 NaN after reloading, or keys are missing",
         "logits before saving have the bits of those after loading; missing keys are refused",
+    ),
+    "unsavable settings": (
+        "The run is lost in its last step: transformers refuses to save settings that it has loaded",
+        "such settings are saved as they are; what cannot be saved is refused in one line before calibration",
+    ),
+    "generate() changed": (
+        "The saved model generates otherwise than the original",
+        "the generation config is written without changes, and generate() gives the same tokens",
+    ),
+    "left behind": (
+        "Tensors, blocks, licences or templates of the checkpoint are missing from the output without a word",
+        "licences, notices, templates and processor settings are copied; tensors and blocks that the model does not "
+        "use give a warning, which the record keeps",
     ),
     "fused experts": (
         "16 Fused 3-D experts are skipped silently",

@@ -150,6 +150,9 @@ class Decoder:
         if static and "cache_position" in self._parameters:  # transformers 4 cannot tell it from the cache in a graph
             arguments["cache_position"] = self._position
         output = self._model(input_ids=self._token, use_cache=True, **arguments)
+        if not hasattr(output, "logits"):
+            kind = type(self._model).__name__
+            raise UserError(f"{kind} returns a {type(output).__name__} without logits, so it cannot write text")
         if not static:
             self._cache = getattr(output, name)
         probabilities = output.logits[:, -1].float().softmax(-1)

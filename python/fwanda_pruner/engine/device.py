@@ -9,33 +9,41 @@ import torch
 from torch import Tensor, nn
 
 from ..config import PruneConfig
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, shortened
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter."""
-    return next(model.parameters()).device
+    """The device of the model's first parameter.
+
+    Raises:
+        UserError: it is no module, or has no parameter.
+    """
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    if first is None:
+        got = type(model).__name__ + ("" if isinstance(model, nn.Module) else f" {shortened(str(model))!r}")
+        raise UserError(f"the model must be a causal language model with weights, got {got}; load one by load_model()")
+    return first.device
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts every module into evaluation mode inside the block, and back into its own mode afterwards.
 
-    Inside, the model also returns outputs with names where its config asks for plain tuples (return_dict=False).
+    Outputs have names inside, also where the configuration asks for tuples (return_dict=False).
     """
     modes = {module: module.training for module in model.modules()}
-    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    with_tuples = [config for config in configs if getattr(config, "return_dict", None) is False]
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
     model.eval()
-    for config in with_tuples:
+    for config in tuples:
         config.return_dict = True
     try:
         yield
     finally:
+        for config in tuples:
+            config.return_dict = False
         for module, training in modes.items():
             module.training = training
-        for config in with_tuples:
-            config.return_dict = False
 
 
 def writing(weights: Iterable[Tensor]) -> AbstractContextManager:

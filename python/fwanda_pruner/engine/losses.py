@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers.utils import ModelOutput
 
 from ..errors import UserError
 from ..model.attributes import replaced
@@ -45,6 +46,22 @@ def find_decoder(model: nn.Module) -> nn.Module:
     raise UserError(f"{type(model).__name__} calls no submodule; this model cannot be calibrated")
 
 
+def first_output(output) -> Tensor:
+    """Hidden states or logits, from an output with names, a tuple of outputs, or a tensor alone.
+
+    Raises:
+        UserError: the output is none of these.
+    """
+    if not isinstance(output, Tensor):
+        output = output[0] if isinstance(output, (tuple, ModelOutput)) and len(output) else output
+    if not isinstance(output, Tensor):
+        raise UserError(
+            f"the model returns a {type(output).__name__}, expected a tensor, a tuple of them, or a ModelOutput of "
+            f"transformers; this model cannot be pruned"
+        )
+    return output
+
+
 @torch.no_grad()
 def summed_losses(model: nn.Module, decoder: nn.Module, ids: Tensor, *, first_target: int = 1) -> Tensor:
     """Sums of the next-token losses of windows, computed in fp32 and added up in fp64.
@@ -62,7 +79,7 @@ def summed_losses(model: nn.Module, decoder: nn.Module, ids: Tensor, *, first_ta
     with _head_of(model, decoder, type(output)) as head:
         losses = [
             nn.functional.cross_entropy(head(states[None])[0].float(), labels, reduction="none")
-            for states, labels in _slices(model, output.last_hidden_state, ids, first_target)
+            for states, labels in _slices(model, first_output(output), ids, first_target)
         ]
     return torch.cat(losses).view(len(ids), -1).sum(1, dtype=torch.float64)
 
@@ -86,7 +103,7 @@ def backward_of_summed_loss(
         UserError: the output of the decoder does not depend on its embeddings by gradients.
     """
     output = decoder(input_ids=ids, use_cache=False)
-    hidden = output.last_hidden_state
+    hidden = first_output(output)
     if not hidden.requires_grad:
         raise UserError(
             f"{type(model).__name__} lets no gradient through to its blocks, so no Fisher information can be measured; "
@@ -150,7 +167,7 @@ def predictions(model: nn.Module, ids: Tensor, places: Tensor) -> Tensor:
     decoder = find_decoder(model)
     output = decoder(input_ids=ids, use_cache=False)
     with _head_of(model, decoder, type(output)) as head:
-        return head(output.last_hidden_state[:, places])[0].float().softmax(-1)
+        return head(first_output(output)[:, places])[0].float().softmax(-1)
 
 
 def _slices(model: nn.Module, hidden: Tensor, ids: Tensor, first_target: int = 1) -> Iterable[tuple[Tensor, Tensor]]:
@@ -184,10 +201,12 @@ def _head_of(model: nn.Module, decoder: nn.Module, output_type: type) -> Iterato
 
     def head(hidden: Tensor) -> Tensor:
         states[:] = [hidden]
-        return model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False).logits
+        return first_output(model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False))
 
     def forward(*_args, **_kwargs):
-        return output_type(last_hidden_state=states[0])
+        if issubclass(output_type, Tensor):
+            return states[0]
+        return (states[0],) if issubclass(output_type, tuple) else output_type(last_hidden_state=states[0])
 
     with replaced("forward", {decoder: forward}):
         yield head

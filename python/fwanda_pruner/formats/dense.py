@@ -2,25 +2,23 @@
 
 import contextlib
 import copy
-import shutil
+import errno
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from ..errors import UserError, one_line
 from ..model.load import load_model, quiet
-from ..model.targets import is_multimodal
 from .audit import Part, WrongZeros, ZeroCount, audit, stored_tensors
+from .files import system_error
 
 _SHARD_SIZE = "5GB"
-_PROCESSOR_FILES = (
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json",
-    "chat_template.jinja",
-)  # fmt: skip
 
 load = load_model  # a dense folder is an ordinary model
 
@@ -35,18 +33,41 @@ def write(folder: Path, model, tokenizer) -> None:
 
     Args:
         folder: an existing folder.
-        model: a Hugging Face model. Of a multimodal one, the files of its image processor are copied too.
+        model: a Hugging Face model.
         tokenizer: None writes none.
 
     Raises:
+        UserError: as write_settings().
         OSError, safetensors.SafetensorError: the file system refuses; see files.user_errors().
     """
-    with quiet(), _savable_generation_config(model):
+    write_settings(folder, model, tokenizer)
+    with quiet(), _settings_kept(model):
         model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+
+
+def write_settings(folder: Path, model, tokenizer) -> None:
+    """Write what write() does beside the weights, and read the configs back.
+
+    Args:
+        folder, model, tokenizer: as in write().
+
+    Raises:
+        UserError: the config, the generation config or the tokenizer cannot be saved, or could not be loaded again.
+        OSError: the file system refuses.
+    """
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _savable("the config of the model", folder):
+            copy.deepcopy(model.config).save_pretrained(folder)
+            type(model.config).from_pretrained(folder)
+        with _savable("the generation config of the model", folder):
+            generation = getattr(model, "generation_config", None)
+            _AsItIs(generation).save_pretrained(folder)
+            if generation is not None:
+                type(generation).from_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        if is_multimodal(model):
-            _copy_processor_files(model.config.name_or_path, folder)
+            with _savable(f"the tokenizer ({type(tokenizer).__name__})", folder):
+                tokenizer.save_pretrained(folder)
 
 
 def count_zeros(
@@ -120,7 +141,7 @@ def _trace(
     parts: dict[str, list[Part]] = {name: [] for name in names}
     # some models cannot save such small tensors
     with tempfile.TemporaryDirectory(dir=folder) as place, contextlib.suppress(IndexError, RuntimeError, ValueError):
-        with quiet(), _savable_generation_config(model):
+        with quiet(), _settings_kept(model):
             model.save_pretrained(place, state_dict=tags)
         for tensor, tag in load_file(Path(place, "model.safetensors")).items():
             for index, piece in [(None, tag)] if tag.dim() < 3 else enumerate(tag):
@@ -130,27 +151,47 @@ def _trace(
     return parts
 
 
+class _AsItIs:
+    """Stands for a generation config while a model is saved, and writes it without changes.
+
+    transformers refuses to save some of the flags that it loads, such as a temperature without `do_sample`. They stay
+    in the file, because without them, or with others beside them, generate() may do something else.
+    """
+
+    def __init__(self, original):
+        self._original = original
+
+    def save_pretrained(self, folder, **_kwargs) -> None:
+        if self._original is not None:
+            written = copy.deepcopy(self._original)
+            written.compile_config = None  # of the machine, not of the model
+            written.to_json_file(Path(folder, GENERATION_CONFIG_NAME))
+
+
 @contextlib.contextmanager
-def _savable_generation_config(model) -> Iterator[None]:
-    """Lets transformers save a generation config with sampling flags but without `do_sample`, which it loads."""
-    original = getattr(model, "generation_config", None)
-    if original is not None:
-        try:
-            original.validate(strict=True)
-        except ValueError:
-            model.generation_config = copy.deepcopy(original)
-            model.generation_config.do_sample = True
+def _settings_kept(model) -> Iterator[None]:
+    """Lets transformers save a model with its generation config as it is, and keeps its settings from being changed."""
+    before = {name: vars(model)[name] for name in ("config", "generation_config") if name in vars(model)}
+    model.config = copy.deepcopy(model.config)
+    model.generation_config = _AsItIs(before.get("generation_config"))
     try:
         yield
     finally:
-        if original is not None:
-            model.generation_config = original
+        del model.generation_config
+        for name, value in before.items():
+            setattr(model, name, value)
 
 
-def _copy_processor_files(name: str, folder: Path) -> None:
-    """Copies the settings of the image processor that come with the model `name`, unchanged."""
-    for file in _PROCESSOR_FILES:
-        with contextlib.suppress(OSError, ValueError):
-            source = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-            if source is not None and not (folder / file).exists():
-                shutil.copyfile(source, folder / file)
+@contextlib.contextmanager
+def _savable(what: str, folder: Path) -> Iterator[None]:
+    """Turns errors inside into a UserError that says what cannot be saved; transformers raises all kinds.
+
+    What the file system refuses in `folder` is raised as it is. A file that is missing elsewhere is one of the model.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = system_error(error)
+        if number and (number != errno.ENOENT or not folder.exists()):
+            raise
+        raise UserError(f"{what} cannot be saved and loaded again ({one_line(error)}); correct it first") from error

@@ -9,9 +9,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import UserError, shortened
+from ..errors import UserError, one_line, shortened
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
+_LONGEST_PART = 255  # bytes of the name of a folder above it
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
@@ -72,9 +73,29 @@ def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: 
         if output.exists():
             shutil.rmtree(aside, ignore_errors=True)
         else:
-            for folder in made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            _remove_empty(made)
+
+
+@contextlib.contextmanager
+def trial_folder(output: str | Path) -> Iterator[Path]:
+    """Yields a hidden folder beside `output`, as atomic_folder() does; at the end it and all that was made are gone.
+
+    Raises:
+        UserError: no folder can be made there, or the disk is full or not writable.
+    """
+    output = _resolve(output)
+    made = [folder for folder in output.parents if not folder.exists()]
+    temporary = _hidden_name(output, "tmp")
+    try:
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"output {output}: cannot be made ({error.strerror}); choose another folder") from error
+        with user_errors(output):
+            yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _remove_empty(made)
 
 
 def check_output(
@@ -93,6 +114,11 @@ def check_output(
             small.
     """
     output = _resolve(output)
+    with user_errors(output):
+        _check_output(output, overwrite, needed_bytes, inputs)
+
+
+def _check_output(output: Path, overwrite: bool, needed_bytes: int, inputs: Iterable[str | None]) -> None:
     for name in inputs:
         path = Path(name).resolve() if name and os.path.exists(name) else None
         if path is not None and (path == output or output in path.parents):
@@ -109,7 +135,7 @@ def check_output(
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
             raise UserError(f"output {output} exists and is not empty; choose another folder or pass --overwrite")
-        if any(place == output or output in place.parents for place in (Path.cwd(), Path.home())):
+        if any(place == output or output in place.parents for place in _protected_folders()):
             raise UserError(
                 f"output {output} is or contains the current or the home folder, which is never overwritten; choose "
                 f"another folder"
@@ -117,6 +143,15 @@ def check_output(
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
         raise UserError(f"output {output} needs {_size(needed_bytes)}, the disk has {_size(free)} free; make room")
+
+
+def _protected_folders() -> list[Path]:
+    """The current and the home folder; a process may be without either."""
+    folders = []
+    for find in (Path.cwd, Path.home):
+        with contextlib.suppress(OSError, RuntimeError):
+            folders.append(find().resolve())
+    return folders
 
 
 def check_file(path: str | Path, suffix: str) -> Path:
@@ -168,8 +203,7 @@ def user_errors(output: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # safetensors and tokenizers give the number of a system error only in their text
-        number = getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
+        number = system_error(error)
         if number in _DISK_FULL:
             free = shutil.disk_usage(next(folder for folder in output.parents if folder.exists())).free
             raise UserError(f"output {output}: no space left on the disk ({_size(free)} free); make room") from error
@@ -184,14 +218,25 @@ def user_errors(output: Path) -> Iterator[None]:
         raise
 
 
+def system_error(error: Exception) -> int:
+    """The number (errno) of an error of the system; 0 for another error."""
+    # safetensors and tokenizers give the number only in their text
+    return getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
+
+
 def _resolve(path: str | Path) -> Path:
     """The absolute path, links followed; refuses names that the file system could not take."""
     try:
         resolved = Path(path).resolve()
-        os.path.lexists(resolved)
         too_long = len(os.fsencode(resolved.name)) > _LONGEST_NAME
+        if not too_long:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(resolved)
+            if any(len(os.fsencode(part)) > _LONGEST_PART for part in resolved.parts):
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"output {str(path)[:200]} is not a usable path: {error}") from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"output {shortened(str(path), 200)} is not a usable path: {reason}") from error
     if too_long:
         raise UserError(
             f"output {str(path)[:80]}...: its name has more than {_LONGEST_NAME} bytes; choose a shorter one"
@@ -212,6 +257,12 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         pass
     return True
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _finish_file(path: Path) -> None:

@@ -19,16 +19,18 @@ from ..config import CALIBRATION, PruneConfig
 from ..engine.all_weights import WeightCounts, check_finite, count_weights, count_zeros
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
-from ..errors import UserError
 from ..evaluate.perplexity import engine_perplexity
+from ..formats.source import surplus_layers
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
+from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
 from ..report.record import MatrixRow, Report, versions
 from ..text.windows import tokens_sha256
 from . import stages
 from .energy import EnergyMeter
 from .read_texts import own_windows, read_texts
+from .save import check_savable
 from .stage import Stages
 from .state import RunState
 from .texts import Texts, protocol, sources_of, with_sources
@@ -116,6 +118,7 @@ def run_prune(
         config = with_sources(config, calibration, eval, statistics)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
+        check_savable(model, tokenizer, state.output)
         engine = make_engine(model, targets, config, progress=progress)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -223,6 +226,7 @@ def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], pro
     needs = [(config, stages.reads(config, None)) for config in (config.resolved() for config in configs)]
     config, reads = max(needs, key=lambda need: own_windows(need[0], **need[1]))
     with stage.noting(), evaluating(model), device_rules(model, config):
+        check_plain(model)
         engine = make_engine(model, [], config, progress=progress)
         return stages.own_text(stage, engine, config, tokenizer, **reads)[0]
 
@@ -263,8 +267,9 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     Raises:
         UserError: as prune().
     """
-    if hasattr(model, "_orig_mod"):
-        raise UserError("the model is a wrapper of torch.compile; give the model itself, model._orig_mod")
+    check_plain(model)
+    if surplus := surplus_layers(model):
+        warnings.warn(surplus, stacklevel=2)
     if config.nm and not config.responds and config.method == "fwanda":
         warnings.warn(
             f"row budgets have no effect inside an n:m group, so fwanda with {config.pattern} equals wanda with "

@@ -13,6 +13,7 @@ from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import make_engine
 from ..errors import UserError
 from ..formats.files import atomic_file, check_file
+from ..model.plain import check_plain
 from ..model.targets import find_targets
 from ..report.record import versions
 from ..text.own_text import start_token_of
@@ -66,6 +67,7 @@ def write_sample(
     device, state = model_device(model), state or RunState()
     stage = Stages(state, device)
     with stage.noting(), evaluating(model), device_rules(model, config):
+        check_plain(model)
         start = start_token_of(model, tokenizer, config.start_token)
         engine = make_engine(model, find_targets(model)[0], config, progress=progress)
         check_finite(engine)

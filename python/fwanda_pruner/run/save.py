@@ -1,6 +1,7 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
 import json
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from ..config import PruneConfig, settings_of
 from ..errors import UserError
 from ..formats import dense
 from ..formats.audit import Part, WrongZeros, ZeroCount
-from ..formats.files import atomic_folder, remove_leftovers
+from ..formats.files import atomic_folder, remove_leftovers, trial_folder
+from ..formats.source import carry_files, lost_tensors
 from ..model.targets import is_multimodal
 from ..report.card import model_card
 from ..report.record import FILE_NAME, Report
@@ -17,8 +19,27 @@ from .stage import StageName, timed
 _CARD_NAME = "README.md"
 
 
+def check_savable(model, tokenizer=None, output: str | Path | None = None) -> None:
+    """Tries before a run what save_pruned() does after it: writes all but the weights, and removes it again.
+
+    Args:
+        model: the model to be pruned.
+        tokenizer: None, or one that cannot be saved at all, is left out.
+        output: where the pruned model will be saved; None: only the model and the tokenizer are tried.
+
+    Raises:
+        UserError: no folder can be made at `output`, or the config, the generation config or the tokenizer cannot be
+            saved or could not be loaded again.
+    """
+    place = Path(tempfile.gettempdir(), "fwanda-trial") if output is None else output
+    with trial_folder(place) as folder:
+        dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
+
+
 def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwrite: bool = False) -> None:
     """Writes a Hugging Face folder with `README.md` and `fwanda.json`, and checks the zeros in its files.
+
+    Licences, notices, chat templates and settings of image processors of the model's folder are copied unchanged.
 
     A hidden folder beside `output` takes all files. It is renamed to `output` once they are checked and on disk. On any
     failure neither folder remains; with `overwrite`, the old folder comes back.
@@ -26,26 +47,35 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     Args:
         model: the pruned model; written in its own dtype.
         tokenizer: None writes none.
-        report: its pruned `matrices` say how many zeros the files must hold. Its `seconds` gain the time of saving.
+        report: its pruned `matrices` say how many zeros the files must hold. Its `seconds` gain the time of saving, its
+            `warnings` what the new folder lacks of the old one.
         output: the folder to be made. Missing parents are made.
         overwrite: replace a folder that is not empty.
 
     Raises:
-        UserError: `output` cannot be written (see files.check_output()), or the disk becomes full or not writable.
+        UserError: `output` cannot be written (see files.check_output()), the disk becomes full or not writable, or the
+            settings or the tokenizer cannot be saved (see check_savable()).
         RuntimeError: a written matrix does not hold the zeros that the report lists.
 
     Warns:
-        UserWarning: some matrices were not found in the files, so their zeros were not counted.
+        UserWarning: tensors or files of the folder that the model was loaded from are not in the new one; or some
+            matrices were not found in the files, so their zeros were not counted.
     """
     with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):
             dense.write(folder, model, tokenizer)
+            unread = carry_files(model, tokenizer, folder)
+        notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
+        notes += filter(None, [lost_tensors(model, folder)])
+        report.warnings += [note for note in notes if note not in report.warnings]
         record = json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"
         card = model_card(report, multimodal=is_multimodal(model))
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(record, encoding="utf-8")
         slices = {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
         not_found = dense.verify(folder, _expected_zeros(report), model=model, slices=slices)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     if not_found:
         warnings.warn(
             f"{output}: the zeros of {len(not_found)} matrices were not counted, because the files hold them under "

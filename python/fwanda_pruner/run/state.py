@@ -37,6 +37,7 @@ class RunState:
     Attributes:
         notes: the warnings of the run so far. Each stage keeps them, and brings them back.
         resumed: whether the folder held stages of an interrupted run.
+        output: the folder that the run will write, or None.
 
     Raises:
         UserError: another process writes the same output, or the folder cannot be written.
@@ -44,11 +45,12 @@ class RunState:
 
     def __init__(self, output: str | Path | None = None, *, resume: bool = False):
         self.notes: list[str] = []
+        self.output: Path | None = None
         self.folder: Path | None = None
         self.resumed = False
         if output is None:
             return
-        output = Path(output).resolve()
+        self.output = output = Path(output).resolve()
         self.folder = output.with_name(f".{output.name}.resume")
         paths = _own_files(self.folder)
         with user_errors(self.folder):

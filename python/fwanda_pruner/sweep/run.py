@@ -22,6 +22,7 @@ from ..evaluate.lm_eval_tasks import BATCH_SIZE, check_tasks, evaluate_tasks
 from ..evaluate.perplexity import check_dense
 from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
+from ..model.plain import check_plain
 from ..model.targets import find_targets
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
@@ -97,6 +98,7 @@ def run(
         check_tasks(recipe.tasks, **asdict(tasks))
     with user_errors(Path(output)):
         folder.mkdir(parents=True, exist_ok=True)
+    check_plain(model)
     engine = make_engine(model, find_targets(model)[0], recipe.cells[0])
     names = {name for config in recipe.cells for name in _text_names(config)}
     texts = {name: file_sha256(name) for name in names}
