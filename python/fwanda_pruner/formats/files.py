@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import UserError, shortened
+from ..errors import UserError, show
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -135,7 +135,7 @@ def check_file(path: str | Path, suffix: str) -> Path:
     resolved = _resolve(path)
     folder = resolved.parent
     if resolved.suffix != suffix or not folder.is_dir() or not os.access(folder, os.W_OK) or resolved.is_dir():
-        raise UserError(f"--output must be a {suffix} file in an existing, writable folder, got {shortened(str(path))}")
+        raise UserError(f"--output must be a {suffix} file in an existing, writable folder, got {show(str(path))}")
     return Path(path)
 
 
