@@ -28,7 +28,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "no network": (
         "2 The script of a calibration set has vanished, or there is no network",
-        "local files and `sample` open no connection; a data set that cannot be loaded is an error of one line",
+        "local files and `sample` open no connection; the hub is asked once, and a data set that cannot be loaded is "
+        "an error of one line that names the flag, before the model is loaded",
     ),
     "position buffer": (
         "3 A buffer of nsamples x max_position_embeddings fills the memory",
@@ -158,6 +159,19 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "Memory runs out block by block (the tests raise the error)",
         "fwanda halves the batches and says so; what never fits is an error of one line, and finished blocks stay for "
         "`--resume`",
+    ),
+    "null row": (
+        "One row of a text is null or has no text, and the file is refused, or read under another rule than a data set",
+        "the row is left out and counted in a warning, in files and data sets alike; where no row has text, the error "
+        "names the fields that were found",
+    ),
+    "conversation": (
+        "Rows are conversations, without plain text",
+        "the tokenizer's chat template turns them into text; what it cannot turn is named by line and message",
+    ),
+    "packed bomb": (
+        "A packed file of a few kilobytes fills the memory",
+        "gzip and parquet files that hold far more than text of their size are refused before they are read",
     ),
     "fuzz": (
         "Files of any content",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import UserError, one_line, show
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
-from .setting_checks import check_sparsity, check_value, flag, number_text, plain
+from .setting_checks import NUMBER_TEXTS, check_sparsity, check_value, flag, number_text, plain
 from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
@@ -61,7 +61,7 @@ class PruneConfig:
     sparsity: str | None = _setting(
         "method",
         None,
-        "fraction of the weights to remove, an exact decimal or p/q in [0, 1) (default: 0.5, or what the pattern implies)",
+        "fraction of the weights to remove, an exact decimal or p/q in [0, 1) (default: 0.5, or what the pattern says)",
     )
     pattern: str | None = _setting(
         "method", None, "n:m keeps n of every m consecutive weights of a row, for example 2:4"
@@ -216,7 +216,7 @@ class PruneConfig:
     )
 
     def __post_init__(self):
-        for name in ("sparsity", "micro_batch", "fisher_samples", "start_token"):  # numbers in YAML and Python
+        for name in NUMBER_TEXTS:
             object.__setattr__(self, name, number_text(getattr(self, name)))
         for f in fields(self):
             object.__setattr__(self, f.name, plain(getattr(self, f.name), f.metadata["type"]))

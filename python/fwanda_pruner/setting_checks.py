@@ -13,6 +13,7 @@ from .errors import UserError, has_control, show
 
 _LARGEST_EXPONENT = 4
 _LARGEST_GROUP = 1024
+NUMBER_TEXTS = ("sparsity", "micro_batch", "fisher_samples", "start_token")  # texts that may be given as numbers
 _TEXTS = ("calibration", "guard", "eval")
 _RANGES = {
     "nsamples": (1, 1_000_000),
@@ -88,7 +89,8 @@ def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
         raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {show(value)}")
     if kind is str and not isinstance(value, str):
         hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
-        raise UserError(f"{flag(name)} must be text, got {show(value)}{hint}")
+        expected = "a number or text" if name in NUMBER_TEXTS else "text"
+        raise UserError(f"{flag(name)} must be {expected}, got {show(value)}{hint}")
     if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
         ids = "; token ids are a torch tensor [S, L] of integers" if name in ("calibration", "eval") else ""
         raise UserError(f"{flag(name)} must be a list of texts, got {show(value)}{ids}")

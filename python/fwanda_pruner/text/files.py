@@ -18,10 +18,11 @@ FIELDS = ("text", *chat.FIELDS)  # of a row; the first that is there counts
 EXPECTED = 'a field "text", or "messages" with a conversation'
 # A small compressed file may not fill the memory. It can hold so many bytes, and so many times its size besides; text
 # shrinks to about a third, and hardly ever to a tenth.
-_ANY_SIZE, _RATIO = 2 << 20, 20
+_ANY_SIZE, _RATIO = 1 << 20, 20
 _PARQUET_SIZE, _PARQUET_RATIO = 64 << 20, 100  # dictionaries make some columns much smaller
 _PARQUET_ROWS = 1_000_000  # and one for each byte of the file
 _PARQUET_BATCH = 256 << 20  # bytes of rows in memory at a time, at most about
+_PARQUET_BOMB = "holds far more than text of its size; give the text as a .jsonl file"
 
 Row = tuple[str, Any]  # its place in the file, and a text, an object or None
 
@@ -181,7 +182,11 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 raise UserError(f"{path}: no column has text: expected {EXPECTED}; the columns are {show(names, 200)}")
             batches = file.iter_batches(_parquet_batch(path, file, column), columns=[column])
             rows = (row for batch in batches for row in batch.column(column).to_pylist())
+            left = _PARQUET_SIZE + _PARQUET_RATIO * path.stat().st_size
             for number, row in enumerate(rows, start=1):
+                left -= len(row) if isinstance(row, str) else 0
+                if left < 0:
+                    raise UserError(f"{path}: {_PARQUET_BOMB}")
                 yield f"row {number}", {column: row}
     except (pyarrow.ArrowException, NotImplementedError) as error:
         raise UserError(f"{path}: not a parquet file: {one_line(error)}") from error
@@ -198,7 +203,7 @@ def _parquet_batch(path: Path, file: Any, column: str) -> int:
     sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
     unpacked, packed = sum(sizes), path.stat().st_size
     if unpacked > _PARQUET_SIZE + _PARQUET_RATIO * packed or file.metadata.num_rows > _PARQUET_ROWS + packed:
-        raise UserError(f"{path}: holds far more than text of its size; write it again without compression")
+        raise UserError(f"{path}: {_PARQUET_BOMB}")
     return max(8, min(1024, _PARQUET_BATCH // max(1, *sizes, 1)))
 
 

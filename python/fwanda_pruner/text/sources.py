@@ -261,7 +261,8 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
         raise UserError(
             f"{source}: loading it needs the datasets package: pip install datasets, or {_WAY_OUT}"
         ) from None
-    what = f"the data set {path}" if path else "the folder" if os.path.isdir(source) else "no such file, and a data set"
+    what = f"the data set {path} cannot be loaded" if path else "no such file, and no data set that can be loaded"
+    what = "the folder cannot be loaded" if os.path.isdir(source) else what
     for split in splits:
         try:
             with _no_retries(path or source) as answered:
@@ -270,8 +271,9 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
         except Exception as error:  # datasets raises errors of the network, the hub, its cache and every file format
             if split != splits[-1] and "split" in str(error):
                 continue
-            reason = "" if answered else "the Hugging Face Hub does not answer, and there is no copy in the cache: "
-            raise UserError(f"{source}: {what} cannot be loaded: {reason}{one_line(error)}: {_WAY_OUT}") from error
+            missing = not answered and isinstance(error, OSError)
+            reason = "the Hugging Face Hub does not answer, and no copy is cached" if missing else one_line(error)
+            raise UserError(f"{source}: {what}: {reason}; {_WAY_OUT}") from error
     names = dataset.column_names
     column = next((name for name in FIELDS if name in names), None)
     if column is None:
