@@ -160,6 +160,18 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "fwanda halves the batches and says so; what never fits is an error of one line, and finished blocks stay for "
         "`--resume`",
     ),
+    "name of a text": (
+        "A name is of no text: a share behind a guard, a list with commas, the text itself",
+        "one line that names the flag and says what to write, before the model is loaded",
+    ),
+    "value of Python": (
+        "Path, numbers of numpy, Fraction, Decimal, tuples: what Python has and a file of settings has not",
+        "they mean what they say, exactly, and become plain values; others are refused in one line",
+    ),
+    "unused setting": (
+        "A setting is ignored in silence: nsamples beside token ids, a start token that nothing uses",
+        "a warning names the setting and what is used in its place",
+    ),
     "null row": (
         "One row of a text is null or has no text, and the file is refused, or read under another rule than a data set",
         "the row is left out and counted in a warning, in files and data sets alike; where no row has text, the error "

@@ -9,6 +9,7 @@ import os
 import resource
 from functools import partial
 
+import huggingface_hub
 import pytest
 import tiny
 import torch
@@ -343,6 +344,7 @@ def test_names_of_any_characters_are_read_or_refused(read, tmp_path, monkeypatch
     datasets = pytest.importorskip("datasets")
     for owner, name in ((datasets, "load_dataset"), (AutoConfig, "from_pretrained")):  # both ask the network
         monkeypatch.setattr(owner, name, lambda *_args, **_options: 1 / 0)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
     names = TEXT.filter(lambda text: "\n" not in text)  # which the command line prints as a space
 

@@ -9,12 +9,13 @@ import sysconfig
 import warnings
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from tiny import byte_tokenizer, sentences
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.text.sources import load_documents
+from fwanda_pruner.text.sources import check_source, load_documents
 from fwanda_pruner.text.windows import calibration_tokens, evaluation_tokens, tokens_sha256
 
 datasets = pytest.importorskip("datasets")
@@ -45,6 +46,7 @@ def loader(monkeypatch):
         return datasets.Dataset.from_dict(rows) if isinstance(rows, dict) else rows
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # so that nothing asks the network
     load_dataset.calls, load_dataset.splits = calls, splits
     return load_dataset
 
@@ -228,10 +230,64 @@ def test_a_dataset_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch
         raise RuntimeError("the cache\nis broken")
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for source in ("c4", "wikitext2", "some/set"):
         with pytest.raises(UserError, match=rf"{source}: .*: the cache is broken; .*'sample'") as error:
             load_documents(source, purpose="calibration")
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("no network")
+@pytest.mark.parametrize("answer, offline", [(None, True), (404, False), (200, False)], ids=str)
+def test_the_hub_is_asked_once_and_without_an_answer_the_cache_alone_is_searched(answer, offline, monkeypatch):
+    asked, modes = [], []
+
+    class NotFound(huggingface_hub.errors.HfHubHTTPError):
+        def __init__(self, message):
+            Exception.__init__(self, message)
+
+    def dataset_info(_self, name, *, timeout):
+        asked.append((name, timeout))
+        if answer is None:
+            raise TimeoutError("no route")
+        if answer == 404:
+            raise NotFound("none")
+
+    def load_dataset(*_args, **_options):
+        modes.append((datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE))
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    message = "the Hugging Face Hub does not answer, and no copy is cached" if offline else "Couldn't reach it"
+    with pytest.raises(UserError, match=f"c4: the data set allenai/c4 cannot be loaded: {message}; give a .txt"):
+        load_documents("c4", purpose="calibration")
+    assert len(asked) == 1 and asked[0][0] == "allenai/c4" and asked[0][1] <= 5
+    assert modes == [(True, True) if offline else before]
+    assert (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE) == before
+
+
+@pytest.mark.fault("name of a text")
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("code:2", "'code:2': only calibration texts take a share; write 'code'"),
+        ("org/set:1/3", "write 'org/set'"),
+        ("sample,code", "'sample,code': no such file; to name several texts, repeat the flag (in Python, give a list)"),
+        ("The quick brown fox, and so on.", "if it is the text itself, write it to a .txt file"),
+        ("x" * 5000, "if it is the text itself, write it to a .txt file"),
+        ("a\0b", "neither a file nor the name of a data set"),
+        ("./none", "no such file: give a .txt"),
+    ],
+    ids=range(7),
+)
+def test_a_name_of_no_text_is_refused_with_its_flag_and_without_the_network(name, message, loader):
+    with pytest.raises(UserError) as error:
+        check_source(name, "--guard", purpose="calibration")
+    text = str(error.value)
+    assert text.startswith("--guard '") and message in text and "\n" not in text and len(text) < 400
+    assert not loader.calls
 
 
 def test_a_missing_datasets_package_is_one_line(monkeypatch):
@@ -278,6 +334,8 @@ def test_more_samples_than_windows_come_from_random_offsets_with_one_warning(tmp
     with pytest.warns(UserWarning, match="random offsets") as caught:
         tokens = calibrate(str(path), tokenizer, nsamples=300)
     assert len(caught) == 1 and tokens.shape == (300, 8)
+    said = str(caught[0].message)
+    assert said.startswith(f"{path} has ") and "use a smaller --nsamples or --seqlen, or a longer text" in said
     inside = {tuple(stream[i : i + 8]) for i in range(len(stream) - 7)}
     assert set(map(tuple, tokens.tolist())) == inside, "every offset, the last included, is drawn"
 

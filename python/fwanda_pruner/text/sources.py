@@ -88,18 +88,21 @@ def load_documents(source: str, *, purpose: Purpose, tokenizer: Any = None) -> S
     return Rendered(documents, tokenizer)
 
 
-def check_source(source: str, flag: str, *, purpose: Purpose) -> None:
+def check_source(source: str, flag: str, *, purpose: Purpose, local: bool = False) -> None:
     """Reads a text before the model is loaded, so that a mistake shows at once.
 
     Args:
         source: as load_documents(), or "self".
         flag: that named the source.
         purpose: as load_documents().
+        local: leave out data sets, which may have to be downloaded.
 
     Raises:
         UserError: as load_documents(), naming the flag.
     """
     if source in (OWN_TEXT, SAMPLE, CODE):  # they need no look: they are there, or nobody asked for them
+        return
+    if local and (source in NAMED or _DATASET_NAME.fullmatch(source)) and not os.path.isfile(source):
         return
     with naming(flag), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run repeats them
