@@ -312,6 +312,7 @@ def _no_retries(path: str) -> Iterator[bool]:
 
 
 def _hub_answers(path: str) -> bool:
+    """Whether the hub says anything about a data set, be it that there is none."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
