@@ -275,12 +275,14 @@ def test_the_hub_is_asked_once_and_without_an_answer_the_cache_alone_is_searched
         ("code:2", "'code:2': only calibration texts take a share; write 'code'"),
         ("org/set:1/3", "write 'org/set'"),
         ("sample,code", "'sample,code': no such file; to name several texts, repeat the flag (in Python, give a list)"),
+        ("a.txt,b.txt", "'a.txt,b.txt': no such file; to name several texts, repeat the flag"),
+        ("/none/a.txt:2", "write '/none/a.txt'"),
         ("The quick brown fox, and so on.", "if it is the text itself, write it to a .txt file"),
         ("x" * 5000, "if it is the text itself, write it to a .txt file"),
         ("a\0b", "neither a file nor the name of a data set"),
         ("./none", "no such file: give a .txt"),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_a_name_of_no_text_is_refused_with_its_flag_and_without_the_network(name, message, loader):
     with pytest.raises(UserError) as error:

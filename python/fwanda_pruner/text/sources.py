@@ -102,7 +102,7 @@ def check_source(source: str, flag: str, *, purpose: Purpose, local: bool = Fals
     """
     if source in (OWN_TEXT, SAMPLE, CODE):  # they need no look: they are there, or nobody asked for them
         return
-    if local and (source in NAMED or _DATASET_NAME.fullmatch(source)) and not os.path.isfile(source):
+    if local and (source in NAMED or (_DATASET_NAME.fullmatch(source) and kind_of(Path(source)) is None)):
         return
     with naming(flag), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run repeats them
@@ -131,26 +131,28 @@ def _find(source: str, purpose: Purpose) -> Sequence[str | Conversation]:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise UserError(f"{show(source)}: cannot be looked up: {one_line(error, 60)}") from error
+    if not exists and (reason := _misread(source)):
+        raise UserError(f"{show(source)}: {reason}")
     if is_file or (kind_of(path) is not None and source.isprintable()):
         return read_file(path)
     if (path.is_absolute() or source.startswith(".")) and not exists:
         raise UserError(f"{show(source)}: no such file: {_WAY_OUT}")
     if not exists and not _DATASET_NAME.fullmatch(source):
-        raise UserError(f"{show(source)}: {_no_such_text(source)}")
+        raise UserError(
+            f"{show(source)}: neither a file nor the name of a data set; if it is the text itself, write it to a .txt "
+            "file (or to a .jsonl file, with one document a line), and name that file"
+        )
     return _read_dataset(source, ["train"] if purpose == "calibration" else ["test", "validation"])
 
 
-def _no_such_text(name: str) -> str:
-    """What is wrong with a name that is of no file and of no data set."""
+def _misread(name: str) -> str | None:
+    """What the user took a name of no file for: one with a share, or several; None if it is neither."""
     beginning, _, share = name.rpartition(":")
     if beginning and re.fullmatch(r"[\d./e+-]*", share):
         return f"only calibration texts take a share; write {show(beginning)}"
     if "," in name and not re.search(r"\s", name):
         return "no such file; to name several texts, repeat the flag (in Python, give a list)"
-    return (
-        "neither a file nor the name of a data set; if it is the text itself, write it to a .txt file (or to a .jsonl "
-        "file, with one document a line), and name that file"
-    )
+    return None
 
 
 def file_sha256(name: str | None) -> str | None:
