@@ -106,9 +106,9 @@ def with_sources(
             warnings.warn("the statistics were measured on another text than --calibration", stacklevel=3)
         changes |= {"calibration": (TOKENS,), **shape}
     if eval is not None:
-        texts = dict(_named(eval))
-        changes["eval"] = tuple(texts)
-        for text in texts.values() if all(isinstance(text, Tensor) for text in texts.values()) else ():
+        texts = _named(eval)
+        changes["eval"] = tuple(name for name, _ in texts)
+        for _, text in texts if all(isinstance(text, Tensor) for _, text in texts) else ():
             shape = {"eval_seqlen": text.shape[1], "eval_windows": text.shape[0]}
             _warn_of_unused(config, shape, "the token ids", named)
     return replace(config, **changes).resolved()
