@@ -202,7 +202,7 @@ def calibration_flops(model: nn.Module, tokens: Tensor, config: PruneConfig) -> 
     forward = PassFlops.of(model, weights, windows, length).forward
     if not config.needs_fisher:
         return forward
-    fisher = PassFlops.of(model, weights, replace(config, nsamples=windows).fisher_windows, length)
+    fisher = PassFlops.of(model, weights, replace(config, nsamples=windows).fisher_count, length)
     return forward + fisher.forward_backward - fisher.forward
 
 

@@ -28,7 +28,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "no network": (
         "2 The script of a calibration set has vanished, or there is no network",
-        "local files and `sample` open no connection; a data set that cannot be loaded is an error of one line",
+        "local files and `sample` open no connection; the hub is asked once, and a data set that cannot be loaded is "
+        "an error of one line that names the flag, before the model is loaded",
     ),
     "position buffer": (
         "3 A buffer of nsamples x max_position_embeddings fills the memory",
@@ -191,6 +192,31 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "Memory runs out block by block (the tests raise the error)",
         "fwanda halves the batches and says so; what never fits is an error of one line, and finished blocks stay for "
         "`--resume`",
+    ),
+    "name of a text": (
+        "A name is of no text: a share behind a guard, a list with commas, the text itself",
+        "one line that names the flag and says what to write, before the model is loaded",
+    ),
+    "value of Python": (
+        "Path, numbers of numpy, Fraction, Decimal, tuples: what Python has and a file of settings has not",
+        "they mean what they say, exactly, and become plain values; others are refused in one line",
+    ),
+    "unused setting": (
+        "A setting is ignored in silence: nsamples beside token ids, a start token that nothing uses",
+        "a warning names the setting and what is used in its place",
+    ),
+    "null row": (
+        "One row of a text is null or has no text, and the file is refused, or read under another rule than a data set",
+        "the row is left out and counted in a warning, in files and data sets alike; where no row has text, the error "
+        "names the fields that were found",
+    ),
+    "conversation": (
+        "Rows are conversations, without plain text",
+        "the tokenizer's chat template turns them into text; what it cannot turn is named by line and message",
+    ),
+    "packed bomb": (
+        "A packed file of a few kilobytes fills the memory",
+        "gzip and parquet files that hold far more than text of their size are refused before they are read",
     ),
     "fuzz": (
         "Files of any content",

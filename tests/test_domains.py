@@ -190,7 +190,7 @@ def test_default_guards_that_cannot_be_read_are_left_out_with_a_warning(text, mo
     _, report = prune(text, None)
     assert list(by_source(report)) == [text, "sample"]
     said = [line for line in report.warnings if line.startswith("the guard ")]
-    assert len(said) == 1 and said[0].startswith("the guard code is left out: 'code' needs the source files")
+    assert len(said) == 1 and said[0].startswith("the guard code is left out: code needs the source files")
 
 
 def test_a_guard_that_was_asked_for_and_cannot_be_read_is_an_error(text, tmp_path):

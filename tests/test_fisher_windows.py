@@ -69,7 +69,7 @@ def test_largest_remainders_share_what_is_left():
     "setting, nsamples, windows", [("32", 128, 32), ("32", 20, 20), ("all", 128, 128), ("1", 5, 1), (8, 128, 8)]
 )
 def test_the_setting_is_a_number_or_all(setting, nsamples, windows):
-    assert PruneConfig(fisher_samples=setting, nsamples=nsamples).fisher_windows == windows
+    assert PruneConfig(fisher_samples=setting, nsamples=nsamples).fisher_count == windows
 
 
 @pytest.mark.parametrize("setting", ["0", "-1", "none", "", "3.5", "1e3", 2.5, "1" * 7])

@@ -3,10 +3,13 @@
 FWANDA_FUZZ=10000 tries that many files of each kind instead of a few dozen.
 """
 
+import gzip
 import json
 import os
 import resource
+from functools import partial
 
+import huggingface_hub
 import pytest
 import tiny
 import torch
@@ -109,31 +112,46 @@ def replaced(value, path, new):
 JSONL = "".join(json.dumps({"text": f"line {i} ü"}, ensure_ascii=i % 2 == 0) + "\n" for i in range(5)).encode()
 
 
-@pytest.mark.fault("fuzz", trials=4 * EXAMPLES)
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-@pytest.mark.parametrize("purpose", ["calibration", "eval"])
-def test_text_of_any_bytes_is_read_or_refused(suffix, purpose, tmp_path):
+JSON = json.dumps([json.loads(line) for line in JSONL.splitlines()]).encode()
+
+
+@pytest.mark.fault("fuzz", trials=6 * EXAMPLES)
+@pytest.mark.parametrize("suffix, valid", [(".txt", JSONL), (".jsonl", JSONL), (".json", JSON)])
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_text_of_any_bytes_is_read_or_refused(suffix, valid, packed, tmp_path):
     @fuzz()
-    @hypothesis.given(changed(JSONL))
+    @hypothesis.given(changed(gzip.compress(valid) if packed else valid))
     def run(content):
-        file = tmp_path / f"a{suffix}"
+        file = tmp_path / f"a{suffix}{packed}"
         file.write_bytes(content)
-        check(lambda: [text.encode() for text in load_documents(str(file), purpose=purpose)])
+        check(lambda: [text.encode() for text in load_documents(str(file), purpose="eval")])
 
     run()
 
 
-@pytest.mark.fault("fuzz", trials=EXAMPLES)
-def test_jsonl_of_any_values_is_read_or_refused(tmp_path):
+MESSAGES = st.lists(
+    st.one_of(VALUES, st.fixed_dictionaries({"role": st.one_of(st.just("user"), VALUES), "content": VALUES})),
+    max_size=3,
+)
+
+
+@pytest.mark.fault("fuzz", trials=2 * EXAMPLES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_rows_of_any_values_are_read_or_refused(suffix, tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+    rows = [VALUES, *(st.fixed_dictionaries({field: v}) for field, v in (("text", VALUES), ("messages", MESSAGES)))]
+
     @fuzz()
-    @hypothesis.given(st.lists(st.one_of(VALUES, st.fixed_dictionaries({"text": VALUES})), min_size=1, max_size=3))
+    @hypothesis.given(st.lists(st.one_of(*rows), min_size=1, max_size=3))
     def run(rows):
-        file = tmp_path / "a.jsonl"
+        file = tmp_path / f"a{suffix}"
         try:
-            file.write_text("\n".join(json.dumps(row) for row in rows))
+            file.write_text("\n".join(json.dumps(row) for row in rows) if suffix == ".jsonl" else json.dumps(rows))
         except ValueError:
             return  # an integer of too many digits
-        check(lambda: [text.encode() for text in load_documents(str(file), purpose="eval")])
+        documents = partial(load_documents, str(file), purpose="eval", tokenizer=tokenizer)
+        check(lambda: [text.encode() for text in documents()])
 
     run()
 
@@ -326,6 +344,7 @@ def test_names_of_any_characters_are_read_or_refused(read, tmp_path, monkeypatch
     datasets = pytest.importorskip("datasets")
     for owner, name in ((datasets, "load_dataset"), (AutoConfig, "from_pretrained")):  # both ask the network
         monkeypatch.setattr(owner, name, lambda *_args, **_options: 1 / 0)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
     names = TEXT.filter(lambda text: "\n" not in text)  # which the command line prints as a space
 

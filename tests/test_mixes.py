@@ -295,3 +295,11 @@ def test_a_run_does_not_go_on_where_a_guard_has_changed(files, tmp_path, capsys)
         file.write(" w5")
     assert main([*argv, "--resume"]) == 2
     assert "the interrupted run had guard_sha256" in capsys.readouterr().err
+
+
+def test_a_guard_of_one_document_gives_as_many_windows_as_its_text_has(files, tmp_path):
+    alone = guard_tokens(files[0], tiny.tokenizer(), windows=8, seqlen=LENGTH, bos=False)
+    assert alone.flatten().tolist() == tiny.tokenizer()(open(files[0]).read())["input_ids"][: 8 * LENGTH]
+    short = tmp_path / "short.txt"
+    short.write_text(tiny.text(5 * LENGTH + 3))
+    assert len(guard_tokens(str(short), tiny.tokenizer(), windows=8, seqlen=LENGTH, bos=False)) == 5

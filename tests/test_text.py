@@ -9,12 +9,13 @@ import sysconfig
 import warnings
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from tiny import byte_tokenizer, sentences
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.text.sources import load_documents
+from fwanda_pruner.text.sources import check_source, load_documents
 from fwanda_pruner.text.windows import calibration_tokens, evaluation_tokens, tokens_sha256
 
 datasets = pytest.importorskip("datasets")
@@ -45,6 +46,7 @@ def loader(monkeypatch):
         return datasets.Dataset.from_dict(rows) if isinstance(rows, dict) else rows
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # so that nothing asks the network
     load_dataset.calls, load_dataset.splits = calls, splits
     return load_dataset
 
@@ -74,7 +76,7 @@ def test_jsonl_gives_the_text_field_of_each_line_in_order(tmp_path):
     assert load_documents(str(path), purpose="calibration") == ["b\u2028c", "", "a"]
 
 
-@pytest.mark.parametrize("line", ['{"text": ', '{"txt": "a"}', '{"text": 3}', '["text"]'])
+@pytest.mark.parametrize("line", ['{"text": ', '{"text": 3}', '["text"]', "3"])
 def test_a_bad_jsonl_line_is_named(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n", encoding="utf-8")
@@ -89,13 +91,10 @@ def test_parquet_gives_the_text_column(tmp_path):
     assert load_documents(str(path), purpose="calibration") == ["one", "two"]
 
 
-def test_parquet_without_text_or_with_a_null_is_refused(tmp_path):
+def test_parquet_without_text_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_dict({"body": ["one"]}).to_parquet(path)
-    with pytest.raises(UserError, match='no column "text"'):
-        load_documents(str(path), purpose="calibration")
-    datasets.Dataset.from_dict({"text": ["one", None]}).to_parquet(path)
-    with pytest.raises(UserError, match="row 2"):
+    with pytest.raises(UserError, match=r"no column has text: .* the columns are \['body'\]"):
         load_documents(str(path), purpose="calibration")
     path.write_bytes(b"not parquet")
     with pytest.raises(UserError, match="not a parquet file"):
@@ -188,7 +187,7 @@ def test_a_few_windows_of_the_library_need_its_first_files_alone(library, tokeni
 
 def test_a_library_without_sources_is_one_line(library, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library.parent / "python.zip"))
-    with pytest.raises(UserError, match="'code' needs the source files of Python's library, .* has none"):
+    with pytest.raises(UserError, match="code needs the source files of Python's library, .* has none"):
         load_documents("code", purpose="calibration")
 
 
@@ -218,21 +217,79 @@ def test_another_dataset_is_evaluated_on_validation_where_it_has_no_test_split(l
 
 
 def test_a_dataset_without_text_column_is_refused(loader):
-    loader.splits.update(train={"text": [1], "body": ["a"]})
-    with pytest.raises(UserError, match="no text column"):
+    loader.splits.update(train={"text": [1], "body": ["a"]}, test={"body": ["a"]})
+    with pytest.raises(UserError, match='some/set: the column "text" must hold strings, got .*int64'):
         load_documents("some/set", purpose="calibration")
+    with pytest.raises(UserError, match=r"some/set: no column has text: .* the columns are \['body'\]"):
+        load_documents("some/set", purpose="eval")
 
 
 @pytest.mark.fault("no network")
 def test_a_dataset_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch):
-    def offline(*_, **__):
-        raise ConnectionError("Couldn't reach the hub\n(retried 5 times)")
+    def broken(*_, **__):
+        raise RuntimeError("the cache\nis broken")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for source in ("c4", "wikitext2", "some/set"):
-        with pytest.raises(UserError, match=r"Couldn't reach the hub \(retried 5 times\).*'sample'") as error:
+        with pytest.raises(UserError, match=rf"{source}: .*: the cache is broken; .*'sample'") as error:
             load_documents(source, purpose="calibration")
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("no network")
+@pytest.mark.parametrize("answer, offline", [(None, True), (404, False), (200, False)], ids=str)
+def test_the_hub_is_asked_once_and_without_an_answer_the_cache_alone_is_searched(answer, offline, monkeypatch):
+    asked, modes = [], []
+
+    class NotFound(huggingface_hub.errors.HfHubHTTPError):
+        def __init__(self, message):
+            Exception.__init__(self, message)
+
+    def dataset_info(_self, name, *, timeout):
+        asked.append((name, timeout))
+        if answer is None:
+            raise TimeoutError("no route")
+        if answer == 404:
+            raise NotFound("none")
+
+    def load_dataset(*_args, **_options):
+        modes.append((datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE))
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    message = "the Hugging Face Hub does not answer, and no copy is cached" if offline else "Couldn't reach it"
+    with pytest.raises(UserError, match=f"c4: the data set allenai/c4 cannot be loaded: {message}; give a .txt"):
+        load_documents("c4", purpose="calibration")
+    assert len(asked) == 1 and asked[0][0] == "allenai/c4" and asked[0][1] <= 5
+    assert modes == [(True, True) if offline else before]
+    assert (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE) == before
+
+
+@pytest.mark.fault("name of a text")
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("code:2", "'code:2': only calibration texts take a share; write 'code'"),
+        ("org/set:1/3", "write 'org/set'"),
+        ("sample,code", "'sample,code': no such file; to name several texts, repeat the flag (in Python, give a list)"),
+        ("a.txt,b.txt", "'a.txt,b.txt': no such file; to name several texts, repeat the flag"),
+        ("/none/a.txt:2", "write '/none/a.txt'"),
+        ("The quick brown fox, and so on.", "if it is the text itself, write it to a .txt file"),
+        ("x" * 5000, "if it is the text itself, write it to a .txt file"),
+        ("a\0b", "neither a file nor the name of a data set"),
+        ("./none", "no such file: give a .txt"),
+    ],
+    ids=range(9),
+)
+def test_a_name_of_no_text_is_refused_with_its_flag_and_without_the_network(name, message, loader):
+    with pytest.raises(UserError) as error:
+        check_source(name, "--guard", purpose="calibration")
+    text = str(error.value)
+    assert text.startswith("--guard '") and message in text and "\n" not in text and len(text) < 400
+    assert not loader.calls
 
 
 def test_a_missing_datasets_package_is_one_line(monkeypatch):
@@ -279,6 +336,8 @@ def test_more_samples_than_windows_come_from_random_offsets_with_one_warning(tmp
     with pytest.warns(UserWarning, match="random offsets") as caught:
         tokens = calibrate(str(path), tokenizer, nsamples=300)
     assert len(caught) == 1 and tokens.shape == (300, 8)
+    said = str(caught[0].message)
+    assert said.startswith(f"{path} has ") and "use a smaller --nsamples or --seqlen, or a longer text" in said
     inside = {tuple(stream[i : i + 8]) for i in range(len(stream) - 7)}
     assert set(map(tuple, tokens.tolist())) == inside, "every offset, the last included, is drawn"
 
@@ -432,7 +491,7 @@ def test_bos_without_a_bos_token_and_text_without_a_tokenizer_are_refused(jsonl,
     class NoBos:
         bos_token_id = None
 
-    with pytest.raises(UserError, match="no BOS"):
+    with pytest.raises(UserError, match="--bos window needs a BOS token, and the tokenizer has none"):
         calibrate(jsonl, NoBos(), bos=True)
     with pytest.raises(UserError, match="needs a tokenizer"):
         calibrate(jsonl, None)

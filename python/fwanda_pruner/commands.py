@@ -39,14 +39,20 @@ def _load(args: argparse.Namespace, config: PruneConfig):
     return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
 
 
-def _check_texts(*, calibration: Iterable[str] = (), guards: Iterable[str] = (), eval: Iterable[str] = ()) -> None:
-    """Read local text files before the model is loaded, so that a mistake shows at once."""
-    from .text.sources import READERS, load_documents
+def _check_texts(
+    *,
+    calibration: Iterable[str] = (),
+    guards: Iterable[str] = (),
+    eval: Iterable[str] = (),
+    local: bool = False,
+) -> None:
+    """Read texts before the model is loaded, so that a mistake shows at once; with `local`, no data sets."""
+    from .text.sources import check_source
 
-    names = {"calibration": [*(source.name for source in parse_sources(tuple(calibration))), *guards], "eval": eval}
-    for purpose, source in ((purpose, name) for purpose, texts in names.items() for name in texts):
-        if source and Path(source).suffix.lower() in READERS:
-            load_documents(source, purpose=purpose)
+    calibration = [source.name for source in parse_sources(tuple(calibration))]
+    flags = {"--calibration": calibration, "--guard": guards, "--eval": eval}
+    for flag, source in ((flag, name) for flag, names in flags.items() for name in names):
+        check_source(source, flag, purpose="eval" if flag == "--eval" else "calibration", local=local)
 
 
 def prune(args: argparse.Namespace) -> None:
@@ -77,6 +83,7 @@ def prune(args: argparse.Namespace) -> None:
         calibration=config.calibration if reads_calibration else (),
         guards=config.guards if resolved.responds or not config.no_check else (),
         eval=config.eval,
+        local=args.dry_run,
     )
     if args.dry_run:
         return _print_plan(_load(args, config)[0], resolved)

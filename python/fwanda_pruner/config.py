@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from .errors import UserError, one_line
+from .errors import UserError, one_line, show
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
-from .setting_checks import check_sparsity, check_value, flag, show
+from .setting_checks import NUMBER_TEXTS, check_sparsity, check_value, flag, number_text, plain
 from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help
@@ -61,7 +61,7 @@ class PruneConfig:
     sparsity: str | None = _setting(
         "method",
         None,
-        "fraction of the weights to remove, an exact decimal in [0, 1) (default: 0.5, or what the pattern implies)",
+        "fraction of the weights to remove, an exact decimal or p/q in [0, 1) (default: 0.5, or what the pattern says)",
     )
     pattern: str | None = _setting(
         "method", None, "n:m keeps n of every m consecutive weights of a row, for example 2:4"
@@ -117,9 +117,9 @@ class PruneConfig:
     calibration: tuple[str, ...] = _setting(
         "text",
         ("sample",),
-        "calibration text: a .txt, .jsonl or .parquet file; sample and code, which come with Python; self, which the "
-        "model writes itself; c4, wikitext2, or the name of a data set. May be repeated: each source gets windows in "
-        "proportion to its SHARE, which is 1 if left out",
+        "calibration text: a .txt, .jsonl, .json or .parquet file (the first three also packed as .gz); sample and "
+        "code, which come with Python; self, which the model writes itself; c4, wikitext2, or the name of a data set. "
+        "May be repeated: each source gets windows in proportion to its SHARE, which is 1 if left out",
         type=list,
         metavar="SOURCE[:SHARE]",
     )
@@ -216,13 +216,10 @@ class PruneConfig:
     )
 
     def __post_init__(self):
-        for name in ("sparsity", "micro_batch", "fisher_samples", "start_token"):  # numbers in YAML
-            if isinstance(getattr(self, name), (int, float)) and not isinstance(getattr(self, name), bool):
-                object.__setattr__(self, name, show(getattr(self, name)))
+        for name in NUMBER_TEXTS:
+            object.__setattr__(self, name, number_text(getattr(self, name)))
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.metadata["type"] is list and isinstance(value, (str, list)):  # one name, or a list in YAML
-                object.__setattr__(self, f.name, (value,) if isinstance(value, str) else tuple(value))
+            object.__setattr__(self, f.name, plain(getattr(self, f.name), f.metadata["type"]))
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None and f.default is not None:
@@ -316,7 +313,7 @@ class PruneConfig:
         return named_as(guards, self.sources)
 
     @property
-    def fisher_windows(self) -> int:
+    def fisher_count(self) -> int:
         """Number of windows of the backward pass."""
         return self.nsamples if self.fisher_samples == "all" else min(int(self.fisher_samples), self.nsamples)
 

@@ -1,5 +1,6 @@
 """The error for mistakes that the user can fix, and helpers that keep its message on one line."""
 
+import reprlib
 import unicodedata
 
 
@@ -17,10 +18,25 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[:limit] + " ..."
 
 
-def shortened(text: str, limit: int = 80) -> str:
-    """Any text on one line of at most `limit` characters, with control characters escaped."""
-    text = ascii(text)[1:-1] if not text.isprintable() else text
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+class _Short(reprlib.Repr):
+    """Writes only the ends of long texts and lists, and of a number with thousands of digits only its size."""
+
+    def __init__(self, limit: int):
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = limit
+        self.maxlist = self.maxtuple = self.maxdict = 20
+
+    def repr_int(self, value: int, level: int) -> str:
+        try:
+            return super().repr_int(value, level)
+        except ValueError:
+            return f"a number of {value.bit_length()} bits"
+
+
+def show(value, limit: int = 80) -> str:
+    """Any value as Python writes it, on one line of at most `limit` characters."""
+    text = " ".join(_Short(limit).repr(value).split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def has_control(text: str) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
-import reprlib
+from contextlib import suppress
+from decimal import Decimal
 from fractions import Fraction
+from numbers import Integral, Rational, Real
 
-from .errors import UserError, has_control
+from .errors import UserError, has_control, show
 
 _LARGEST_EXPONENT = 4
 _LARGEST_GROUP = 1024
+NUMBER_TEXTS = ("sparsity", "micro_batch", "fisher_samples", "start_token")  # texts that may be given as numbers
+_TEXTS = ("calibration", "guard", "eval")
 _RANGES = {
     "nsamples": (1, 1_000_000),
     "seqlen": (2, 10_000_000),
@@ -24,13 +29,46 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def show(value) -> str:
-    """A short text of any value that a file can hold, even a number of a million digits."""
-    try:
-        text = reprlib.repr(value) if not isinstance(value, (int, float)) else str(value)
-    except ValueError:
-        text = f"a number of {value.bit_length()} bits"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def plain(value, kind: type):
+    """A setting as it would come from a file: Path, Fraction, Decimal, numbers of numpy and lists become plain values.
+
+    Args:
+        value: any value.
+        kind: of the setting, as in check_value().
+
+    Returns:
+        str, int, float, bool, or a tuple of texts; a value that is none of these is returned as it is.
+    """
+    if kind is list:
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(item, str) for item in value)
+        value = plain(value, str)
+        return (value,) if isinstance(value, str) else value
+    if isinstance(value, os.PathLike):
+        path = os.fspath(value)
+        return path if isinstance(path, str) else value
+    if isinstance(value, (str, bool)):
+        return value
+    if kind is int:
+        return int(value) if isinstance(value, Integral) else value
+    if kind is float:
+        with suppress(OverflowError, ValueError):  # too large, or no number at all: check_value() refuses it
+            return float(value) if isinstance(value, (Real, Decimal)) and not isinstance(value, int) else value
+    return value
+
+
+def number_text(value):
+    """The exact decimal or fraction of a number, for settings that are texts; other values are returned as they are.
+
+    The float 0.1 becomes "0.1", and so does the number 0.1 of numpy's float32: what Python writes for it.
+    """
+    if isinstance(value, (bool, str)) or not isinstance(value, (Real, Decimal)):
+        return value
+    if isinstance(value, Integral):
+        return show(int(value))
+    if isinstance(value, Rational):
+        return f"{show(int(value.numerator))}/{show(int(value.denominator))}"
+    return str(value).lower().replace("e+", "e")
 
 
 def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
@@ -51,11 +89,14 @@ def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
         raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {show(value)}")
     if kind is str and not isinstance(value, str):
         hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
-        raise UserError(f"{flag(name)} must be text, got {show(value)}{hint}")
+        expected = "a number or text" if name in NUMBER_TEXTS else "text"
+        raise UserError(f"{flag(name)} must be {expected}, got {show(value)}{hint}")
     if kind is list and not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
-        raise UserError(f"{flag(name)} must be a list of texts, got {show(value)}")
+        ids = "; token ids are a torch tensor [S, L] of integers" if name in ("calibration", "eval") else ""
+        raise UserError(f"{flag(name)} must be a list of texts, got {show(value)}{ids}")
     if any(map(has_control, (value,) if kind is str else value if kind is list else ())):
-        raise UserError(f"{flag(name)} holds an unprintable character, got {show(value)}; rename it")
+        raw = ", or write raw text to a .txt file and name that file" if name in _TEXTS else ""
+        raise UserError(f"{flag(name)} holds an unprintable character, got {show(value)}; rename it{raw}")
     if kind is bool and not isinstance(value, bool):
         raise UserError(f"{flag(name)} must be true or false, got {show(value)}")
     if kind is int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .errors import UserError, shortened
+from .errors import UserError, show
 
 OWN_TEXT = "self"  # the source that the model writes itself
 
@@ -49,7 +49,7 @@ def check_names(names: Sequence[str], flag: str) -> None:
             raise UserError(f"{flag} has an empty name; give the name of a text or a file")
         key = _text_of(name)
         if key in seen:
-            raise UserError(f"{flag} names {shortened(name)} twice; give each text once")
+            raise UserError(f"{flag} names {name:.80} twice; give each text once")
         seen.add(key)
 
 
@@ -82,7 +82,7 @@ def counts_of(sources: Sequence[SourceShare], total: int) -> list[int]:
     for source, count in zip(sources, counts, strict=True):
         if count == 0:
             raise UserError(
-                f"--calibration {shortened(source.name)} gets none of {total} windows by its share; use a larger "
+                f"--calibration {source.name:.80} gets none of {total} windows by its share; use a larger "
                 f"--nsamples or a larger share"
             )
     return counts
@@ -109,7 +109,6 @@ def _parse(text: str) -> SourceShare:
         value = Fraction(0)
     if not 0 < value <= 10**9:
         raise UserError(
-            f"--calibration {shortened(text)}: the share after the colon must be a positive number, got "
-            f"{shortened(share) or 'nothing'}"
+            f"--calibration {show(text)}: the share after the colon must be a positive number, got {show(share)}"
         )
     return SourceShare(name, value)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import PruneConfig
-from ..errors import UserError, one_line, shortened
+from ..errors import UserError, one_line, show
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -20,7 +20,7 @@ def model_device(model: nn.Module) -> torch.device:
     """
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     if first is None:
-        got = type(model).__name__ + ("" if isinstance(model, nn.Module) else f" {shortened(str(model))!r}")
+        got = type(model).__name__ + ("" if isinstance(model, nn.Module) else f" {show(str(model))}")
         raise UserError(f"the model must be a causal language model with weights, got {got}; load one by load_model()")
     return first.device
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import UserError, one_line, shortened
+from ..errors import UserError, one_line, show
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _LONGEST_PART = 255  # bytes of the name of a folder above it
@@ -170,7 +170,7 @@ def check_file(path: str | Path, suffix: str) -> Path:
     resolved = _resolve(path)
     folder = resolved.parent
     if resolved.suffix != suffix or not folder.is_dir() or not os.access(folder, os.W_OK) or resolved.is_dir():
-        raise UserError(f"--output must be a {suffix} file in an existing, writable folder, got {shortened(str(path))}")
+        raise UserError(f"--output must be a {suffix} file in an existing, writable folder, got {show(str(path))}")
     return Path(path)
 
 
@@ -236,7 +236,7 @@ def _resolve(path: str | Path) -> Path:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise UserError(f"output {shortened(str(path), 200)} is not a usable path: {reason}") from error
+        raise UserError(f"output {show(str(path), 200)} is not a usable path: {reason}") from error
     if too_long:
         raise UserError(
             f"output {str(path)[:80]}...: its name has more than {_LONGEST_NAME} bytes; choose a shorter one"

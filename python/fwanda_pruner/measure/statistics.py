@@ -148,7 +148,8 @@ class Statistics:
             isinstance(value, (str, type(None)))
             for value in (self.tokens_sha256, self.fisher, self.weights, self.fisher_samples)
         )
-        text = isinstance(self.text, dict) and set(self.text) <= set(settings_of("text"))
+        known = set(settings_of("text"))
+        text = isinstance(self.text, dict) and known - {"start_token"} <= set(self.text) <= known
         passes = self.passes is None or (isinstance(self.passes, dict) and "checkpointing" in self.passes)
         if not (counted and named and text and passes and isinstance(self.bos, (bool, type(None)))):
             raise ValueError("its values have the wrong types")

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from ..errors import UserError, has_control, shortened
+from ..errors import UserError, has_control, show
 from .gguf_check import GgufShape, read_shape
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,7 +69,7 @@ def load_model(
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if has_control(name):
-        raise UserError(f"model {shortened(name)} holds an unprintable character; rename it")
+        raise UserError(f"model {show(name)} holds an unprintable character; rename it")
     try:
         exists = Path(name).exists()
     except (OSError, ValueError) as error:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import platform
-import reprlib
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, show
 
 FILE_NAME = "fwanda.json"
 ROW_BINS = 50  # bins of Report.row_histogram
@@ -147,7 +146,7 @@ class Report:
         facts = {key: _get(data, key, kinds) for key, kinds in _KINDS.items()}
         for stage, seconds in facts["seconds"].items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or abs(seconds) > 1e18:
-                raise UserError(f"key {_show('seconds.' + stage)} holds {_show(seconds)}, expected a number")
+                raise UserError(f"key {show('seconds.' + stage)} holds {show(seconds)}, expected a number")
         facts["refit"] = _refit(data.get("refit"))
         facts["domains"] = [_domain(domain, i) for i, domain in enumerate(facts["domains"])]
         facts["row_histogram"] = _row_histogram(data.get("row_histogram"))
@@ -255,13 +254,8 @@ def _get(data: dict, key: str, kinds, where: str = ""):
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     fits = isinstance(value, kinds) and (bool in allowed or not isinstance(value, bool))
     if not fits or (isinstance(value, int) and not 0 <= value < 2**63):
-        raise UserError(f"key {where + key!r} holds {_show(value)}, which no report has there")
+        raise UserError(f"key {where + key!r} holds {show(value)}, which no report has there")
     return value
-
-
-def _show(value) -> str:
-    """A short text of any JSON value."""
-    return f"{reprlib.repr(value):.60}"
 
 
 def _matrix_row(data: dict, index: int) -> MatrixRow:
@@ -269,12 +263,12 @@ def _matrix_row(data: dict, index: int) -> MatrixRow:
     shape = _get(data, "shape", list, where)
     sizes = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
     if not sizes or math.prod(shape) >= 2**63:
-        raise UserError(f"key {where + 'shape'!r} holds {_show(shape)}, expected a list of sizes")
+        raise UserError(f"key {where + 'shape'!r} holds {show(shape)}, expected a list of sizes")
     facts = {key: _get(data, key, kinds, where) for key, kinds in _ROW_KINDS.items()}
     disagreement = data.get("wanda_disagreement")
     if disagreement is not None and not (type(disagreement) in (int, float) and 0 <= disagreement <= 1):
         raise UserError(
-            f"key {where + 'wanda_disagreement'!r} holds {_show(disagreement)}, expected a number in [0, 1] or null"
+            f"key {where + 'wanda_disagreement'!r} holds {show(disagreement)}, expected a number in [0, 1] or null"
         )
     return MatrixRow(shape=tuple(shape), wanda_disagreement=disagreement, **facts)
 
@@ -284,7 +278,7 @@ def _domain(data: dict, index: int) -> dict:
     facts = {key: _get(data, key, kinds, where) for key, kinds in _DOMAIN_KINDS.items()}
     for key in ("dense", "wanda", "pruned"):
         if not (facts[key] is None or math.isfinite(facts[key])):
-            raise UserError(f"key {where + key!r} holds {_show(facts[key])}, expected a number or null")
+            raise UserError(f"key {where + key!r} holds {show(facts[key])}, expected a number or null")
     return facts
 
 
@@ -293,7 +287,7 @@ def _refit(data) -> dict | None:
         return None
     facts = {key: _get(data, key, int, "refit.") for key in ("blocks", "kept")}
     if facts["kept"] > facts["blocks"]:
-        raise UserError(f"key 'refit.kept' holds {_show(facts['kept'])}, expected at most the number of blocks")
+        raise UserError(f"key 'refit.kept' holds {show(facts['kept'])}, expected at most the number of blocks")
     return facts
 
 
@@ -302,7 +296,7 @@ def _row_histogram(counts) -> list[int] | None:
         return None
     valid = isinstance(counts, list) and len(counts) == ROW_BINS
     if not valid or not all(type(count) is int and 0 <= count < 2**63 for count in counts):
-        raise UserError(f"key 'row_histogram' holds {_show(counts)}, expected {ROW_BINS} counts of rows or null")
+        raise UserError(f"key 'row_histogram' holds {show(counts)}, expected {ROW_BINS} counts of rows or null")
     return counts
 
 
@@ -313,7 +307,7 @@ def _perplexity(data: dict, index: int) -> dict:
         try:
             facts[key] = float(facts[key])
         except (ValueError, OverflowError):
-            raise UserError(f"key {where + key!r} holds {_show(facts[key])}, expected a number") from None
+            raise UserError(f"key {where + key!r} holds {show(facts[key])}, expected a number") from None
     return facts
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 import torch
@@ -81,6 +81,7 @@ def prune(
         eval=eval,
         state=state,
         progress=progress,
+        named=settings,
     )
     return report
 
@@ -97,6 +98,7 @@ def run_prune(
     progress: bool = True,
     choice: Choice | None = None,
     own: Tensor | None = None,
+    named: Collection[str] = (),
 ) -> tuple[Report, Choice | None]:
     """prune(), for callers that run several settings with the same masks.
 
@@ -104,6 +106,7 @@ def run_prune(
         choice: what the search of "response" or "auto" chose in an earlier run on the same text. It is taken, and the
             search is left out.
         own: [S, L] int64 windows that the model wrote, from own_text(). If None or too few, the model writes them.
+        named: the settings that the caller named, for warnings of those without effect.
 
     Returns:
         The record, and the choice of the search; None without a search.
@@ -115,7 +118,7 @@ def run_prune(
     state = state or RunState()
     stage = Stages(state, device)
     with stage.noting(), evaluating(model), device_rules(model, config):
-        config = with_sources(config, calibration, eval, statistics)
+        config = with_sources(config, calibration, eval, statistics, named)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
         check_savable(model, tokenizer, state.output)

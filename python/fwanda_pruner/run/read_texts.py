@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from ..evaluate.perplexity import check_tokens, choose_bos
 from ..model.targets import check_length
 from ..source_shares import OWN_TEXT, counts_of, interleaved
 from ..text.domains import REPORTED, Domain, choice_windows, split_windows
+from ..text.sources import naming
 from ..text.windows import (
     calibration_tokens,
     draw_windows,
@@ -83,18 +85,15 @@ def read_texts(
         UserError: a text cannot be read, or its windows do not suit the model. There is only a warning for a
             calibration text that nothing but the comparison needs, and for a default guard.
     """
-    reader = _Reader(config, engine, tokenizer, sources, own)
-    bos, mix, windows = sources.bos, None, {}
-    if calibration:
-        mix, bos = reader.mix(bos)
-    for name, source in sources.evaluation.items():
-        windows[name], bos = reader.evaluation(source, bos)
+    reader = _Reader(config, engine, tokenizer, sources, own, sources.bos)
+    mix = reader.mix() if calibration else None
+    windows = {name: reader.evaluation(source) for name, source in sources.evaluation.items()}
     found: list[Domain] = []
     if domains:
-        if mix is None and config.compares_with_wanda:
-            mix, bos = reader.mix_if_readable(bos)
-        found, bos = reader.domains(mix, bos)
-    return Texts(mix.tokens if calibration else None, mix.labels if calibration else None, windows, tuple(found), bos)
+        compared = reader.mix_if_readable() if mix is None and config.compares_with_wanda else mix
+        found = reader.domains(compared)
+    tokens, labels = (mix.tokens, mix.labels) if mix else (None, None)
+    return Texts(tokens, labels, windows, tuple(found), reader.bos)
 
 
 @dataclass(frozen=True)
@@ -118,15 +117,21 @@ class _Mix:
         return cls(tokens, labels, (tokens[:0],))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reader:
-    """Reads the texts of one run. Its fields are the arguments of read_texts()."""
+    """Reads the texts of one run.
+
+    Attributes:
+        config, engine, tokenizer, sources, own: the arguments of read_texts().
+        bos: whether windows begin with BOS; None until the first text that is read decides.
+    """
 
     config: PruneConfig
     engine: Engine
     tokenizer: Any
     sources: Sources
     own: Tensor | None
+    bos: bool | None
 
     @property
     def guards(self) -> tuple[str, ...]:
@@ -138,55 +143,51 @@ class _Reader:
         """Number of windows of each domain that the calibration does not read."""
         return REPORTED + _choice(self.config, self.guards)
 
-    def decided(self, read: Callable[..., _Mix], bos: bool | None, given: Any) -> tuple[_Mix, bool | None]:
+    def read(self, read: Callable[[bool], _Mix], given: Any) -> _Mix:
         """Reads a text, and decides by its first window whether windows begin with BOS, if that is still open.
 
         Args:
-            read: reads the text, called with bos=.
-            bos: whether windows begin with BOS; None: still open.
+            read: reads the text with BOS at the beginning of each window, or without.
             given: the name or the token ids of the text. Token ids are used as they are and decide nothing.
-
-        Returns:
-            The windows, and whether windows begin with BOS; None: still open.
         """
-        mix = read(bos=bool(bos))
-        if bos is None and not isinstance(given, Tensor):
-            bos = mix.tokens.shape[1] > 2 and choose_bos(self.engine, self.tokenizer, mix.tokens[0])
-            mix = read(bos=True) if bos else mix
+        mix = read(bool(self.bos))
+        if self.bos is None and not isinstance(given, Tensor):
+            self.bos = mix.tokens.shape[1] > 2 and choose_bos(self.engine, self.tokenizer, mix.tokens[0])
+            mix = read(True) if self.bos else mix
         check_tokens(self.engine.model, mix.tokens)
-        return mix, bos
+        return mix
 
-    def evaluation(self, text: str | Tensor, bos: bool | None) -> tuple[Tensor, bool | None]:
+    def evaluation(self, text: str | Tensor) -> Tensor:
         """The windows of one evaluation text."""
         settings = {"seqlen": self.config.eval_seqlen, "windows": self.config.eval_windows}
         if isinstance(text, Tensor):
             settings = {"seqlen": text.shape[1]}
         check_length(self.engine.model, settings["seqlen"])
 
-        def read(*, bos: bool) -> _Mix:
-            return _Mix.of(evaluation_tokens(text, self.tokenizer, **settings, bos=bos))
+        def read(bos: bool) -> _Mix:
+            with naming("--eval"):
+                return _Mix.of(evaluation_tokens(text, self.tokenizer, **settings, bos=bos))
 
-        mix, bos = self.decided(read, bos, text)
-        return mix.tokens, bos
+        return self.read(read, text).tokens
 
-    def mix(self, bos: bool | None) -> tuple[_Mix, bool | None]:
+    def mix(self) -> _Mix:
         """The calibration text.
 
         Raises:
             UserError: it cannot be read.
         """
         check_length(self.engine.model, self.config.seqlen)
-        return self.decided(self._mix, bos, self.sources.calibration)
+        return self.read(self._mix, self.sources.calibration)
 
-    def mix_if_readable(self, bos: bool | None) -> tuple[_Mix | None, bool | None]:
+    def mix_if_readable(self) -> _Mix | None:
         """The calibration text, which only the comparison needs: if it cannot be read, a warning says so."""
         try:
-            return self.mix(bos)
+            return self.mix()
         except UserError as error:
             warnings.warn(f"the result is not compared with Wanda's on the calibration text: {error}", stacklevel=3)
-            return None, bos
+            return None
 
-    def _mix(self, *, bos: bool) -> _Mix:
+    def _mix(self, bos: bool) -> _Mix:
         config, given = self.config, self.sources.calibration
         if isinstance(given, Tensor):
             tokens = calibration_tokens(given, None, **self._settings(len(given)), bos=bos)
@@ -208,17 +209,17 @@ class _Reader:
         if name == OWN_TEXT:
             own = with_bos(self.own, self.tokenizer) if bos else self.own
             return own[:count], own[count : count + self.further]
-        return draw_windows(name, self.tokenizer, **self._settings(count), further=self.further, bos=bos)
+        with naming("--calibration"):
+            return draw_windows(name, self.tokenizer, **self._settings(count), further=self.further, bos=bos)
 
     def _settings(self, count: int) -> dict:
         return {"nsamples": count, "seqlen": self.config.seqlen, "seed": self.config.seed}
 
-    def domains(self, mix: _Mix | None, bos: bool | None) -> tuple[list[Domain], bool | None]:
+    def domains(self, mix: _Mix | None) -> list[Domain]:
         """The domains: each calibration source, then each guard that is not one of them.
 
         Args:
             mix: the calibration text; None: it is not a domain.
-            bos: as decided().
         """
         names = [source.name for source in self.config.sources]
         found = [self._calibrated(mix, label, name) for label, name in enumerate(names)] if mix is not None else []
@@ -227,7 +228,7 @@ class _Reader:
             if name in read:
                 continue
             try:
-                guard, bos = self.decided(partial(self._guard, name), bos, name)
+                guard = self.read(partial(self._guard, name), name)
             except UserError as error:
                 if self.config.guard is not None:
                     raise
@@ -235,14 +236,15 @@ class _Reader:
                 continue
             calibrated = self.config.reads_text and name in names
             found.append(self._domain(name, guard.tokens, calibrated=calibrated, unread=not calibrated))
-        return found, bos
+        return found
 
-    def _guard(self, name: str, *, bos: bool) -> _Mix:
+    def _guard(self, name: str, bos: bool) -> _Mix:
         check_length(self.engine.model, self.config.seqlen)
         count = self.further
         if name == OWN_TEXT:
             return _Mix.of((with_bos(self.own, self.tokenizer) if bos else self.own)[-count:])
-        return _Mix.of(guard_tokens(name, self.tokenizer, windows=count, seqlen=self.config.seqlen, bos=bos))
+        with nullcontext() if self.config.guard is None else naming("--guard"):
+            return _Mix.of(guard_tokens(name, self.tokenizer, windows=count, seqlen=self.config.seqlen, bos=bos))
 
     def _calibrated(self, mix: _Mix, label: int, name: str) -> Domain:
         windows = mix.further[label]

@@ -190,7 +190,7 @@ def measured_statistics(
             engine,
             texts.calibration,
             fisher=fisher,
-            fisher_windows=spread_evenly(texts.labels, config.fisher_windows),
+            fisher_windows=spread_evenly(texts.labels, config.fisher_count),
             seed=config.seed,
             unfinished=partial(stage.unfinished, StageName.CALIBRATE),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from ..config import PruneConfig
 from ..errors import UserError
 from ..measure.statistics import Statistics
-from ..setting_checks import flag
-from ..source_shares import parse_sources
+from ..setting_checks import flag, plain
+from ..source_shares import OWN_TEXT, parse_sources
 from ..text.domains import Domain
 from ..text.sources import file_sha256
 from ..text.windows import tokens_sha256
@@ -68,7 +69,9 @@ class Texts:
     bos: bool | None
 
 
-def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> PruneConfig:
+def with_sources(
+    config: PruneConfig, calibration, eval, statistics: Statistics | None, named: Collection[str] = ()
+) -> PruneConfig:
     """The settings with the texts that the run really uses, as the record holds them, and with all defaults filled in.
 
     Args:
@@ -76,25 +79,38 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
         calibration: overrides config.calibration: a text, several, or token ids [S, L] int64; None: the settings hold.
         eval: overrides config.eval: a text, token ids [S, L] int64, or a list of them; None: the settings hold.
         statistics: given ones. If no calibration text is read, the settings of theirs replace those of the config.
+        named: the settings that the caller named, for warnings of those without effect.
 
     Raises:
-        UserError: token ids are not [S, L].
+        UserError: token ids are not [S, L], or a text is neither a name nor token ids.
     """
     changes: dict = {}
-    if calibration is not None and not isinstance(calibration, Tensor):
+    ids = isinstance(calibration, Tensor)
+    if calibration is not None and not ids:
         config = replace(config, calibration=calibration)
+    if config.start_token is not None and OWN_TEXT not in [*(source.name for source in config.sources), *config.guards]:
+        warnings.warn("--start-token has no effect without --calibration self or --guard self", stacklevel=3)
     if statistics is not None:
         config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
         read = {} if statistics.fisher_samples is None else {"fisher_samples": statistics.fisher_samples}
         if not config.runs_blocks:
             read |= statistics.text
-        _warn_of_other_text(config, read)
+        _warn_of_unused(config, read, "the statistics", named)
         changes |= read
-    if isinstance(calibration, Tensor):
+    if ids:
         _check_ids("calibration", calibration)
-        changes |= {"calibration": (TOKENS,), "nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
+        shape = {"nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
+        new = {name: value for name, value in shape.items() if changes.get(name) != value}
+        _warn_of_unused(config, new, "the token ids", named)
+        if statistics is not None and tokens_sha256(calibration) != statistics.tokens_sha256:
+            warnings.warn("the statistics were measured on another text than --calibration", stacklevel=3)
+        changes |= {"calibration": (TOKENS,), **shape}
     if eval is not None:
-        changes["eval"] = tuple(name for name, _ in _named(eval))
+        texts = _named(eval)
+        changes["eval"] = tuple(name for name, _ in texts)
+        for _, text in texts if all(isinstance(text, Tensor) for _, text in texts) else ():
+            shape = {"eval_seqlen": text.shape[1], "eval_windows": text.shape[0]}
+            _warn_of_unused(config, shape, "the token ids", named)
     return replace(config, **changes).resolved()
 
 
@@ -110,7 +126,8 @@ def _named(eval: Any) -> list[tuple[Any, Any]]:
     named, ids = [], 0
     for source in eval if isinstance(eval, (list, tuple)) else (eval,):
         if not isinstance(source, Tensor):
-            named.append((source, source))
+            name = plain(source, str)
+            named.append((name, name))
             continue
         _check_ids("eval", source)
         ids += 1
@@ -123,15 +140,22 @@ def _check_ids(name: str, tokens: Tensor) -> None:
         raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
 
 
-def _warn_of_other_text(config: PruneConfig, read: dict) -> None:
+def _warn_of_unused(config: PruneConfig, read: dict, what: str, named: Collection[str]) -> None:
+    """Warns of settings that ask for other text than is read.
+
+    Args:
+        read: name -> value of the settings of the text that is read.
+        what: says where that text is from.
+        named: settings that the caller named; another one asks for nothing if it has its default value.
+    """
     defaults = {f.name: f.default for f in fields(PruneConfig)}
     for name, value in read.items():
         asked = getattr(config, name)
         value = tuple(value) if isinstance(value, list) else value
-        if asked not in (value, defaults[name]):
+        if asked not in (None, value) and (asked != defaults[name] or name in named):
             asked, value = (", ".join(x) if isinstance(x, tuple) else x for x in (asked, value))
             of = flag(name)
-            warnings.warn(f"{of} {asked} has no effect: the statistics are of {of} {value}", stacklevel=4)
+            warnings.warn(f"{of} {asked} has no effect: {what} are of {of} {value}", stacklevel=4)
 
 
 def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> Sources:

@@ -14,7 +14,7 @@ from ..engine.decode import Decoder, cache_bytes
 from ..engine.device import evaluating, model_device
 from ..engine.memory import free_memory
 from ..engine.resume import Unfinished
-from ..errors import UserError, shortened
+from ..errors import UserError, show
 from ..model.targets import check_length
 
 _END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
@@ -125,9 +125,7 @@ def _given_start_token(tokenizer: Any, given: str | int) -> int:
         return int(given)
     found = None if tokenizer is None else tokenizer.get_vocab().get(given)
     if found is None:
-        raise UserError(
-            f"--start-token must be a token of the tokenizer or the number of one, got {shortened(given)!r}"
-        )
+        raise UserError(f"--start-token must be a token of the tokenizer or the number of one, got {show(given)}")
     return found
 
 

@@ -1,19 +1,25 @@
 """From the name of a text to its documents.
 
-A name is looked up in this order: a key of `NAMED`, a local file whose suffix is a key of `READERS`, and whatever else
-the `datasets` package loads under that name. To add a source with a name of its own, write a function from purpose to
-documents and enter it in `NAMED`; to add a kind of file, enter its reader in `READERS`.
+A name is looked up in this order: a key of `NAMED`, a local file (see `files`), and whatever else the `datasets`
+package loads under that name. To add a source with a name of its own, write a function from purpose to documents and
+enter it in `NAMED`.
 """
 
+import errno
 import hashlib
-import json
 import os
+import re
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, show
+from ..source_shares import OWN_TEXT
+from .chat import Conversation, Rendered
+from .files import EXPECTED, FIELDS, document_of, kind_of, read_file, warn_of_missing
 
 SAMPLE = "sample"
 CODE = "code"
@@ -26,7 +32,9 @@ _CODE_HELD_OUT_EVERY = 2  # files of `code`
 _NOT_CODE = frozenset(
     ("__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests")
 )
-_WAY_OUT = f"give a .txt, .jsonl or .parquet file, or '{SAMPLE}'"
+_WAY_OUT = f"give a .txt, .jsonl, .json or .parquet file, or '{SAMPLE}'"
+_DATASET_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+_HUB_SECONDS = 3  # for one answer of the Hugging Face Hub
 
 
 class NamedSource(NamedTuple):
@@ -42,7 +50,7 @@ class NamedSource(NamedTuple):
     window_per_document: bool = False
 
 
-def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
+def load_documents(source: str, *, purpose: Purpose, tokenizer: Any = None) -> Sequence[str]:
     """Read the documents of a text source, in file order.
 
     Args:
@@ -54,32 +62,97 @@ def load_documents(source: str, *, purpose: Purpose) -> Sequence[str]:
             - "wikitext2": rows of the train split; for evaluation, the rows of the test split joined by blank lines.
             - "c4": its first shard, for calibration only.
             - PATH.txt: one document, unchanged.
-            - PATH.jsonl: one document a line, in the field "text".
-            - PATH.parquet: one document a row, in the column "text".
-            - any other name or folder that `datasets` loads and that has a column "text". Calibration reads the train
-              split; evaluation reads the test split, or validation if there is no test split.
+            - PATH.jsonl: one document a line.
+            - PATH.json: one document for each row of an array, or a line.
+            - PATH.txt.gz, PATH.jsonl.gz, PATH.json.gz: the same, packed by gzip.
+            - PATH.parquet: one document a row.
+            - any other name or folder that `datasets` loads. Calibration reads the train split; evaluation reads the
+              test split, or validation if there is no test split.
+            A row has a string in the field "text", or a conversation in the field "messages" ("role" and "content" of
+            each message) or "conversations" ("from" and "value"). A row that is null or without these is an empty
+            document, and a warning counts such rows.
         purpose: "calibration" or "eval".
+        tokenizer: turns conversations into text by its chat template; None: a conversation is refused.
 
     Returns:
-        The documents. Those of "code" and of a `datasets` source stay on disk until they are asked for.
+        The documents. Those of "code" and of a `datasets` source stay on disk until they are asked for; a conversation
+        becomes text when it is asked for.
 
     Raises:
         UserError: the source is missing, unreadable, of an unknown kind or without text. A bad line or row is named.
+            The message begins with the name of the source.
     """
+    documents = _find(source, purpose)
+    if isinstance(documents, list) and all(isinstance(document, str) for document in documents):
+        return documents
+    return Rendered(documents, tokenizer)
+
+
+def check_source(source: str, flag: str, *, purpose: Purpose, local: bool = False) -> None:
+    """Reads a text before the model is loaded, so that a mistake shows at once.
+
+    Args:
+        source: as load_documents(), or "self".
+        flag: that named the source.
+        purpose: as load_documents().
+        local: leave out data sets, which may have to be downloaded.
+
+    Raises:
+        UserError: as load_documents(), naming the flag.
+    """
+    if source in (OWN_TEXT, SAMPLE, CODE):  # they need no look: they are there, or nobody asked for them
+        return
+    if local and (source in NAMED or (_DATASET_NAME.fullmatch(source) and kind_of(Path(source)) is None)):
+        return
+    with naming(flag), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run repeats them
+        _find(source, purpose)
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Puts the name of a flag before the errors of the text that it names."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{flag} {error}") from error
+
+
+def _find(source: str, purpose: Purpose) -> Sequence[str | Conversation]:
     if source in NAMED:
         return NAMED[source].read(purpose)
     if not source:
         raise UserError(f"the name of the text is empty: {_WAY_OUT}")
-    path = Path(source)
+    path, exists, is_file = Path(source), False, False
     try:
         exists, is_file = path.exists(), path.is_file()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source[:80]}...: cannot be looked up: {one_line(error, 60)}") from error
-    if path.suffix.lower() in READERS or is_file:
-        return _read_file(path)
+    except ValueError:
+        pass  # a null byte: no file has that name
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise UserError(f"{show(source)}: cannot be looked up: {one_line(error, 60)}") from error
+    if not exists and (reason := _misread(source)):
+        raise UserError(f"{show(source)}: {reason}")
+    if is_file or (kind_of(path) is not None and source.isprintable()):
+        return read_file(path)
     if (path.is_absolute() or source.startswith(".")) and not exists:
-        raise UserError(f"{source}: no such file: {_WAY_OUT}")
+        raise UserError(f"{show(source)}: no such file: {_WAY_OUT}")
+    if not exists and not _DATASET_NAME.fullmatch(source):
+        raise UserError(
+            f"{show(source)}: neither a file nor the name of a data set; if it is the text itself, write it to a .txt "
+            "file (or to a .jsonl file, with one document a line), and name that file"
+        )
     return _read_dataset(source, ["train"] if purpose == "calibration" else ["test", "validation"])
+
+
+def _misread(name: str) -> str | None:
+    """What the user took a name of no file for: one with a share, or several; None if it is neither."""
+    beginning, _, share = name.rpartition(":")
+    if beginning and re.fullmatch(r"[\d./e+-]*", share):
+        return f"only calibration texts take a share; write {show(beginning)}"
+    if "," in name and not re.search(r"\s", name):
+        return "no such file; to name several texts, repeat the flag (in Python, give a list)"
+    return None
 
 
 def file_sha256(name: str | None) -> str | None:
@@ -98,7 +171,7 @@ def _sample(purpose: Purpose) -> list[str]:
         from pydoc_data.topics import topics
     except ImportError:
         raise UserError(
-            f"'{SAMPLE}' needs Python's module pydoc_data, which is not installed: give a text file"
+            f"{SAMPLE} needs Python's module pydoc_data, which is not installed: give a text file"
         ) from None
     held_out = purpose == "eval"
     names = sorted(topics)
@@ -133,7 +206,7 @@ def _code(purpose: Purpose) -> _Files:
         # _sysconfigdata_*.py holds the settings of one build
         names += [inside / name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")]
     if len(names) < _CODE_HELD_OUT_EVERY:
-        raise UserError(f"'{CODE}' needs the source files of Python's library, {library} has none: give a text file")
+        raise UserError(f"{CODE} needs the source files of Python's library, {library} has none: give a text file")
     held_out = purpose == "eval"
     paths = [library / name for name in sorted(names, key=Path.as_posix)]
     last = _CODE_HELD_OUT_EVERY - 1
@@ -144,12 +217,12 @@ def _c4(purpose: Purpose) -> Sequence[str]:
     if purpose == "eval":
         raise UserError("c4 is a calibration source only: evaluate on wikitext2, a local file or 'sample'")
     shard = {"train": "en/c4-train.00000-of-01024.json.gz"}
-    return _read_dataset("allenai/c4", ["train"], data_files=shard)
+    return _read_dataset("c4", ["train"], path="allenai/c4", data_files=shard)
 
 
 def _wikitext2(purpose: Purpose) -> Sequence[str]:
     split = "train" if purpose == "calibration" else "test"
-    rows = _read_dataset("Salesforce/wikitext", [split], name="wikitext-2-raw-v1")
+    rows = _read_dataset("wikitext2", [split], path="Salesforce/wikitext", name="wikitext-2-raw-v1")
     return rows if purpose == "calibration" else ["\n\n".join(rows)]
 
 
@@ -161,104 +234,94 @@ NAMED: dict[str, NamedSource] = {
 }
 
 
-def _read_file(path: Path) -> list[str]:
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{path}: unknown kind of text file '{path.suffix}': expected {', '.join(READERS)}")
-    try:
-        documents = reader(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {one_line(error)}") from error
-    if all(not document or document.isspace() for document in documents):
-        raise UserError(f"{path}: holds no text")
-    return documents
+class _DatasetRows(Sequence):
+    """One column of a dataset, read row by row. A row without text is an empty document."""
 
-
-def _read_txt(path: Path) -> list[str]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return [file.read()]
-
-
-def _read_jsonl(path: Path) -> list[str]:
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
-        return [
-            _json_text(line, f"{path}, line {number}")
-            for number, line in enumerate(file, start=1)
-            if not line.isspace()
-        ]
-
-
-def _json_text(line: str, where: str) -> str:
-    """Field "text" of a line of JSON; `where` names the line in errors."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {one_line(error)}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise UserError(f'{where}: expected an object with a string field "text"')
-    try:
-        row["text"].encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: the text holds half of a surrogate pair: {one_line(error)}") from error
-    return row["text"]
-
-
-def _read_parquet(path: Path) -> list[str]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            documents = file.read(columns=["text"]).column("text").to_pylist() if "text" in columns else None
-    except (pyarrow.ArrowException, NotImplementedError) as error:
-        raise UserError(f"{path}: not a parquet file: {one_line(error)}") from error
-    if documents is None:
-        raise UserError(f'{path}: no column "text": got {columns}')
-    for number, document in enumerate(documents, start=1):
-        if not isinstance(document, str):
-            raise UserError(f'{path}, row {number}: "text" must be a string, got {type(document).__name__}')
-    return documents
-
-
-READERS: dict[str, Callable[[Path], list[str]]] = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-
-
-class _TextColumn(Sequence):
-    """The column "text" of a dataset, read row by row."""
-
-    def __init__(self, dataset: Any):
-        self._rows = dataset.select_columns("text")
+    def __init__(self, source: str, dataset: Any, column: str):
+        self._source, self._rows = source, dataset.select_columns(column)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> str:
-        return self._rows[index]["text"] or ""
+    def __getitem__(self, index: int) -> str | Conversation:
+        return document_of(self._rows[index], f"{self._source}, row {index + 1}") or ""
 
-    def __iter__(self) -> Iterator[str]:
-        return (row["text"] or "" for row in self._rows)
+    def __iter__(self) -> Iterator[str | Conversation]:
+        for number, row in enumerate(self._rows, start=1):
+            yield document_of(row, f"{self._source}, row {number}") or ""
 
 
-def _read_dataset(path: str, splits: list[str], **options: Any) -> _TextColumn:
-    """Column "text" of the first of `splits` that the dataset has."""
+def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **options: Any) -> _DatasetRows:
+    """The text of the first of `splits` that the dataset has.
+
+    Args:
+        source: names the text in errors.
+        splits: names.
+        path: of the dataset: its name on the hub, or a folder; None: the name of the source.
+        options: for datasets.load_dataset().
+    """
     try:
         import datasets
     except ImportError:
-        raise UserError(f"loading '{path}' needs the datasets package: pip install datasets, or {_WAY_OUT}") from None
+        raise UserError(
+            f"{source}: loading it needs the datasets package: pip install datasets, or {_WAY_OUT}"
+        ) from None
+    what = f"the data set {path} cannot be loaded" if path else "no such file, and no data set that can be loaded"
+    what = "the folder cannot be loaded" if os.path.isdir(source) else what
     for split in splits:
         try:
-            dataset = datasets.load_dataset(path, split=split, **options)
+            with _no_retries(path or source) as answered:
+                dataset = datasets.load_dataset(path or source, split=split, **options)
             break
         except Exception as error:  # datasets raises errors of the network, the hub, its cache and every file format
             if split != splits[-1] and "split" in str(error):
                 continue
-            raise UserError(f"cannot load the dataset '{path}': {one_line(error)}: {_WAY_OUT}") from error
-    feature = dataset.features.get("text") if dataset.features else None
-    if getattr(feature, "dtype", None) not in ("string", "large_string"):
-        raise UserError(f"the dataset '{path}' has no text column \"text\": got {dataset.column_names}")
-    return _TextColumn(dataset)
+            missing = not answered and isinstance(error, OSError)
+            reason = "the Hugging Face Hub does not answer, and no copy is cached" if missing else one_line(error)
+            raise UserError(f"{source}: {what}: {reason}; {_WAY_OUT}") from error
+    names = dataset.column_names
+    column = next((name for name in FIELDS if name in names), None)
+    if column is None:
+        raise UserError(f"{source}: no column has text: expected {EXPECTED}; the columns are {show(names, 200)}")
+    if column == "text" and getattr(dataset.features["text"], "dtype", None) not in ("string", "large_string"):
+        raise UserError(f'{source}: the column "text" must hold strings, got {show(dataset.features["text"])}')
+    warn_of_missing(source, dataset.data.column(column).null_count, len(dataset))
+    return _DatasetRows(source, dataset, column)
+
+
+@contextmanager
+def _no_retries(path: str) -> Iterator[bool]:
+    """Asks the hub once. If there is no answer, `datasets` looks in its cache alone; it would try for half a minute.
+
+    Yields whether there was an answer, or none was needed.
+    """
+    answered = os.path.isdir(path) or _hub_answers(path)
+    if answered:
+        yield True
+        return
+    import datasets
+    import huggingface_hub
+
+    places = (datasets.config, huggingface_hub.constants)
+    before = [place.HF_HUB_OFFLINE for place in places]
+    try:
+        for place in places:
+            place.HF_HUB_OFFLINE = True
+        yield False
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value
+
+
+def _hub_answers(path: str) -> bool:
+    """Whether the hub says anything about a data set, be it that there is none."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        huggingface_hub.HfApi().dataset_info(path, timeout=_HUB_SECONDS)
+    except HfHubHTTPError:
+        return True
+    except Exception:  # the error of whichever package sends the question
+        return False
+    return True

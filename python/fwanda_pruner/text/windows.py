@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..source_shares import OWN_TEXT
 from .sources import NAMED, load_documents
 
 # Characters. A tokenizer needs some hundred bytes of memory for each. A document longer than _WHOLE (WikiText-2 has
@@ -74,9 +75,9 @@ def draw_windows(
     """
     _require_at_least(1, nsamples=nsamples)
     _require_at_least(2, seqlen=seqlen)
-    prefix = _prefix(tokenizer, bos)
+    prefix = _prefix(source, tokenizer, bos)
     length = seqlen - len(prefix)
-    documents = load_documents(source, purpose="calibration")
+    documents = load_documents(source, purpose="calibration", tokenizer=tokenizer)
     if _window_per_document(source):
         drawn = _draw_from_documents(source, documents, tokenizer, nsamples + further, length, seed)
     else:
@@ -85,7 +86,7 @@ def draw_windows(
         count = nsamples + further
         if count > nsamples:  # a longer draw with the same seed begins with the windows of the shorter one
             count = max(nsamples, min(count, stream.numel() // length))
-        drawn = _draw_from_stream(stream, count, length, seed)
+        drawn = _draw_from_stream(source, stream, count, length, seed)
     drawn = _with_prefix(prefix, drawn)
     return drawn[:nsamples], drawn[nsamples:]
 
@@ -93,7 +94,8 @@ def draw_windows(
 def guard_tokens(source: str, tokenizer: Any, *, windows: int, seqlen: int, bos: bool) -> Tensor:
     """Windows of a text that calibration does not read, from as many documents as possible.
 
-    The documents are those for calibration, in a fixed random order; each gives at most one window of tokens.
+    The documents are those for calibration, in a fixed random order; each gives at most one window of tokens. If that
+    is not enough, as with a file of a single document, each gives all its tokens.
 
     Args:
         source, tokenizer, seqlen, bos: as for `draw_windows`.
@@ -106,12 +108,15 @@ def guard_tokens(source: str, tokenizer: Any, *, windows: int, seqlen: int, bos:
         UserError: as for `draw_windows`.
     """
     _require_at_least(2, seqlen=seqlen)
-    prefix = _prefix(tokenizer, bos)
+    prefix = _prefix(source, tokenizer, bos)
     length = seqlen - len(prefix)
-    documents = load_documents(source, purpose="calibration")
+    documents = load_documents(source, purpose="calibration", tokenizer=tokenizer)
     order = random.Random(0).sample(range(len(documents)), len(documents))
-    shuffled = (documents[index][: 16 * length] for index in order)
-    stream = _token_stream(shuffled, tokenizer, enough=windows * length, most=length)
+    enough = windows * length
+    beginnings = (documents[index][: 16 * length] for index in order)
+    stream = _token_stream(beginnings, tokenizer, enough, most=length)
+    if stream.numel() < enough:
+        stream = _token_stream((documents[index] for index in order), tokenizer, enough)
     _require_one_window(source, stream, length)
     count = min(windows, stream.numel() // length)
     return _with_prefix(prefix, stream[: count * length].view(count, length))
@@ -123,7 +128,7 @@ def with_bos(tokens: Tensor, tokenizer: Any) -> Tensor:
     Raises:
         UserError: the tokenizer has no BOS token.
     """
-    return _with_prefix(_prefix(tokenizer, True), tokens[:, :-1])
+    return _with_prefix(_prefix(OWN_TEXT, tokenizer, True), tokens[:, :-1])
 
 
 def evaluation_tokens(
@@ -150,9 +155,9 @@ def evaluation_tokens(
         _require_at_least(1, windows=windows)
     if isinstance(source, Tensor):
         return _check_tensor(source, seqlen)[:windows]
-    prefix = _prefix(tokenizer, bos)
+    prefix = _prefix(source, tokenizer, bos)
     length = seqlen - len(prefix)
-    documents = load_documents(source, purpose="eval")
+    documents = load_documents(source, purpose="eval", tokenizer=tokenizer)
     stream = _token_stream(documents, tokenizer, enough=None if windows is None else windows * length)
     _require_one_window(source, stream, length)
     count = stream.numel() // length
@@ -217,7 +222,7 @@ def _token_stream(
     return torch.frombuffer(stream, dtype=torch.int64) if stream else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _draw_from_stream(stream: Tensor, nsamples: int, length: int, seed: int) -> Tensor:
+def _draw_from_stream(source: str, stream: Tensor, nsamples: int, length: int, seed: int) -> Tensor:
     """[nsamples, length] windows of a stream of tokens: different ones, or random offsets if there are too few."""
     generator = torch.Generator("cpu").manual_seed(seed)
     windows = stream.numel() // length
@@ -225,7 +230,8 @@ def _draw_from_stream(stream: Tensor, nsamples: int, length: int, seed: int) -> 
         starts = torch.randperm(windows, generator=generator, device="cpu")[:nsamples] * length
     else:
         warnings.warn(
-            f"the text has {windows} windows of {length} tokens, nsamples is {nsamples}: drawing from random offsets",
+            f"{source} has {windows} windows of {length} tokens and {nsamples} are wanted, so they are drawn from "
+            f"random offsets and overlap; use a smaller --nsamples or --seqlen, or a longer text",
             stacklevel=3,
         )
         starts = torch.randint(stream.numel() - length + 1, (nsamples,), generator=generator, device="cpu")
@@ -257,14 +263,14 @@ def _draw_from_documents(
     return torch.tensor(windows, dtype=torch.int64, device="cpu")
 
 
-def _prefix(tokenizer: Any, bos: bool) -> list[int]:
+def _prefix(source: str, tokenizer: Any, bos: bool) -> list[int]:
     """Tokens that begin each window: BOS, or none."""
     if tokenizer is None:
-        raise UserError("a text source needs a tokenizer: pass one, or token ids [S, seqlen] instead of text")
+        raise UserError(f"{source} needs a tokenizer: pass one, or token ids [S, seqlen] instead of text")
     if not bos:
         return []
     if tokenizer.bos_token_id is None:
-        raise UserError("bos was asked for, but the tokenizer has no BOS token: use bos none")
+        raise UserError(f"{source}: --bos window needs a BOS token, and the tokenizer has none: use --bos none")
     return [tokenizer.bos_token_id]
 
 
