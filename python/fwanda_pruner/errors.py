@@ -1,6 +1,8 @@
 """The error for mistakes that the user can fix, and helpers that keep its message on one line."""
 
+import difflib
 import unicodedata
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -26,3 +28,9 @@ def shortened(text: str, limit: int = 80) -> str:
 def has_control(text: str) -> bool:
     """Whether a text holds a control character, such as a line break, or a part of a name that is not Unicode."""
     return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message that asks for the known word most like a mistyped one; "" if none is like it."""
+    close = difflib.get_close_matches(word[:80], list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

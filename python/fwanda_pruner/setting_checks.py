@@ -6,7 +6,7 @@ import re
 import reprlib
 from fractions import Fraction
 
-from .errors import UserError, has_control
+from .errors import UserError, did_you_mean, has_control
 
 _LARGEST_EXPONENT = 4
 _LARGEST_GROUP = 1024
@@ -48,7 +48,8 @@ def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
     if value is None:
         return
     if choices and value not in choices:
-        raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {show(value)}")
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {show(value)}{hint}")
     if kind is str and not isinstance(value, str):
         hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
         raise UserError(f"{flag(name)} must be text, got {show(value)}{hint}")

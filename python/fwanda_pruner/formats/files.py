@@ -119,12 +119,13 @@ def check_output(
         raise UserError(f"output {output} needs {_size(needed_bytes)}, the disk has {_size(free)} free; make room")
 
 
-def check_file(path: str | Path, suffix: str) -> Path:
+def check_file(path: str | Path, suffix: str, *, flag: str = "--output") -> Path:
     """Refuses an output file that could not be written. Writes nothing.
 
     Args:
         path: the file to be made; an existing one is accepted.
         suffix: which its name must have, with the dot.
+        flag: that named the file.
 
     Returns:
         The path.
@@ -135,7 +136,7 @@ def check_file(path: str | Path, suffix: str) -> Path:
     resolved = _resolve(path)
     folder = resolved.parent
     if resolved.suffix != suffix or not folder.is_dir() or not os.access(folder, os.W_OK) or resolved.is_dir():
-        raise UserError(f"--output must be a {suffix} file in an existing, writable folder, got {shortened(str(path))}")
+        raise UserError(f"{flag} must be a {suffix} file in an existing, writable folder, got {shortened(str(path))}")
     return Path(path)
 
 

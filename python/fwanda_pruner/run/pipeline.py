@@ -24,10 +24,12 @@ from ..evaluate.perplexity import engine_perplexity
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
+from ..progress import planned
 from ..report.record import MatrixRow, Report, versions
 from ..text.windows import tokens_sha256
 from . import stages
 from .energy import EnergyMeter
+from .plan import calibration_titles, stage_titles
 from .read_texts import own_windows, read_texts
 from .stage import Stages
 from .state import RunState
@@ -112,7 +114,8 @@ def run_prune(
     device = model_device(model)
     state = state or RunState()
     stage = Stages(state, device)
-    with stage.noting(), evaluating(model), device_rules(model, config):
+    titles = stage_titles(config, statistics, calibration=calibration, eval=eval) if progress else ()
+    with planned(titles), stage.noting(), evaluating(model), device_rules(model, config):
         config = with_sources(config, calibration, eval, statistics)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
@@ -194,7 +197,8 @@ def collect(
     """
     config = PruneConfig(**config.select(*CALIBRATION, "passes"))
     stage = Stages(RunState(), model_device(model))
-    with stage.noting(), evaluating(model), device_rules(model, config):
+    titles = calibration_titles(config, calibration=calibration) if progress else ()
+    with planned(titles), stage.noting(), evaluating(model), device_rules(model, config):
         config = with_sources(config, calibration, None, None)
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)

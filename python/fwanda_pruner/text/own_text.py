@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..engine.decode import Decoder, cache_bytes
 from ..engine.device import evaluating, model_device
@@ -16,6 +15,7 @@ from ..engine.memory import free_memory
 from ..engine.resume import Unfinished
 from ..errors import UserError, shortened
 from ..model.targets import check_length
+from ..progress import progress_bar
 
 _END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
 _ON_CPU = 16  # sequences at a time; a constant, so that free memory does not change the text
@@ -66,14 +66,8 @@ def sample_tokens(
     uniforms = torch.rand(nsamples, seqlen, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     saved = None if unfinished is None else unfinished.load()
     tokens = torch.empty(0, seqlen, dtype=torch.int64) if saved is None else saved[0]["tokens"]
-    bar = tqdm(
-        total=uniforms.numel(),
-        initial=tokens.numel(),
-        desc="sample",
-        unit="tok",
-        unit_scale=True,
-        disable=None if progress else True,
-    )
+    label = "write text" if progress else None
+    bar = progress_bar(total=uniforms.numel(), initial=tokens.numel(), label=label, unit="tokens")
     with evaluating(model), bar:
         size, decoder = _batch_size(model, nsamples, seqlen, start_token), None
         while len(tokens) < nsamples:
