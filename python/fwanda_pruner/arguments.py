@@ -55,8 +55,7 @@ class _Version(argparse.Action):
     def __call__(self, parser, *_args):
         from importlib.metadata import version
 
-        print(f"fwanda {version('fwanda-kernels')}")
-        parser.exit()
+        raise SystemExit(f"fwanda {version('fwanda-kernels')}")
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
