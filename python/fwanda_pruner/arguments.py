@@ -40,6 +40,10 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
 
+    def print_help(self, file=None):
+        """Leaves the printing to the caller: argparse itself would hide that it failed."""
+        raise SystemExit(self.format_help().rstrip())
+
     def error(self, message: str):
         mistyped = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         chosen = re.match(r"argument COMMAND: invalid choice: '(.*)' \(", message)

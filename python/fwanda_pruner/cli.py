@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str] | None) -> int:
     try:
         args = build_parser()[0].parse_args(argv)
-    except SystemExit as stop:  # after --help, and of --version, with its text
-        return _print(Result(stop.code if isinstance(stop.code, str) else ""))
+    except SystemExit as stop:  # of --help and --version, with their text
+        return _print(Result(str(stop.code)))
     _check_backend()
     with contextlib.redirect_stdout(sys.stderr) if getattr(args, "json", False) else contextlib.nullcontext():
         result = args.run(args)

@@ -138,7 +138,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
     from .run.stage import StageName, timed
     from .run.state import RunState
 
-    titles = stage_titles(config, statistics, saves=True)
+    titles = stage_titles(config, statistics, saves=True) + ["upload"] * bool(args.push_to_hub)
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
         _tell_of_state(args, state)
         if args.push_to_hub:
@@ -155,7 +155,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
         begin_stage(StageName.SAVE.title)
         save_pruned(model, tokenizer, report, args.output, overwrite=args.overwrite)
         state.remove()
-    uploaded = _upload(args)
+        uploaded = _upload(args)
     lines = [summary(report), f"saved       {args.output}", *uploaded, "", "next:"]
     return _result_of(args, "\n".join([*lines, *(f"  {line}" for line in next_commands(report, args.output))]))
 
@@ -358,9 +358,10 @@ def report(args: argparse.Namespace) -> Result:
     if not args.html:
         return Result(forms[args.format or "table"](reports))
     from .formats.files import check_file, user_errors
-    from .report.html import write_html
 
     path = check_file(args.html, ".html", flag="--html")
+    from .report.html import write_html
+
     with user_errors(path.resolve()):
         write_html(reports, path)
     return Result(f"saved       {path}", saved=str(path))

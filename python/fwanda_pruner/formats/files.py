@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import UserError, shortened
+from ..errors import UserError, has_control, shortened
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -193,6 +193,8 @@ def _resolve(path: str | Path) -> Path:
         too_long = len(os.fsencode(resolved.name)) > _LONGEST_NAME
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"output {str(path)[:200]} is not a usable path: {error}") from error
+    if has_control(str(resolved)):
+        raise UserError(f"output {shortened(str(resolved))} holds an unprintable character; choose another name")
     if too_long:
         raise UserError(
             f"output {str(path)[:80]}...: its name has more than {_LONGEST_NAME} bytes; choose a shorter one"

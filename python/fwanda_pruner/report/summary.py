@@ -3,11 +3,10 @@
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import UserError, shortened
-from ..source_shares import SourceShare, counts_of, parse_sources
+from ..source_shares import counts_of, parse_sources
 from .record import FILE_NAME, MatrixRow, Report
 
 _DOMAINS = "mean loss in nats on text of several domains, before and after pruning"
@@ -88,7 +87,7 @@ def summary(report: Report) -> str:
         ("text", _calibration(report)),
         *_first(
             "perplexity",
-            [f"{_change(t)} on {shortened(t['source'], _LONGEST_NAME)}  ({_windows(t)})" for t in report.perplexity],
+            [f"{_change(t)} on {_short(t['source'])}  ({_windows(t)})" for t in report.perplexity],
         ),
         ("losses", "mean in nats: dense -> pruned, and with Wanda's masks" if report.domains else ""),
         *_first("  ", _losses(report)),
@@ -149,19 +148,23 @@ def _calibration(report: Report) -> str:
         return ""
     if report.tokens_sha256 is None:
         return ""
-    windows, names = f"{config['nsamples']} windows of {config.get('seqlen')} tokens", _short_names(sources)
+    windows, names = (
+        f"{config['nsamples']} windows of {config.get('seqlen')} tokens",
+        [_short(source.name) for source in sources],
+    )
     if len(sources) == 1:
         return f"{windows} from {names[0]}"
     return f"{windows}: {', '.join(f'{name} {count}' for name, count in zip(names, counts, strict=True))}"
 
 
-def _short_names(sources: Iterable[SourceShare]) -> list[str]:
-    return [shortened(source.name, _LONGEST_NAME) for source in sources]
+def _short(source: str) -> str:
+    """The name of a text in few columns; of a long path, the file."""
+    return shortened(source if len(source) <= _LONGEST_NAME else Path(source).name, _LONGEST_NAME)
 
 
 def _losses(report: Report) -> list[str]:
     """Loss of the dense and the pruned model on each domain, beside that of Wanda's masks."""
-    names = [shortened(domain["source"], _LONGEST_NAME) for domain in report.domains]
+    names = [_short(domain["source"]) for domain in report.domains]
     width = max(map(len, names), default=0)
     return [
         f"{name:{width}}  {_loss(domain['dense'])} -> {_loss(domain['pruned'])}  Wanda {_loss(domain['wanda'])}"

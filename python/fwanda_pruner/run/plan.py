@@ -23,7 +23,8 @@ def stage_titles(
     """
     config = _resolved(config, calibration, eval, statistics)
     reads = stages.reads(config, statistics)
-    check, evaluates = not config.no_check, bool(config.eval)
+    compares = bool(config.guards) or reads["calibration"] or config.compares_with_wanda
+    check, evaluates = compares and not config.no_check, bool(config.eval)
     wanted = [
         (StageName.LOAD, saves),
         (StageName.SAMPLE, own_windows(config, **reads) > 0),
