@@ -307,7 +307,7 @@ def test_settings_of_the_wrong_type_end_in_one_line(line, folder, tmp_path, caps
     check_one_line(capsys, "quote it in YAML" if line.startswith("pattern") else "")
 
 
-@pytest.mark.parametrize("name", ["/", "x" * 250, "loop/out", "\0"])
+@pytest.mark.parametrize("name", ["/", "x" * 250, "loop/out", "\0", "\udcff", "a\nb"])
 def test_impossible_output_paths_end_in_one_line(name, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
@@ -416,6 +416,14 @@ def test_a_mistyped_setting_in_a_file_is_one_line_with_the_closest_one(folder, t
     (tmp_path / "settings.yaml").write_text("sparsty: 0.3\n")
     assert main(["prune", "model", "--config", str(tmp_path / "settings.yaml"), "--output", str(tmp_path / "out")]) == 2
     check_one_line(capsys, "unknown setting 'sparsty'; did you mean sparsity?")
+
+
+def test_a_current_folder_that_is_gone_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["doctor"]) == 2
+    check_one_line(capsys, "the current folder cannot be used (No such file or directory); change to another one")
 
 
 def test_an_error_that_nobody_expects_is_one_line(monkeypatch, capsys):

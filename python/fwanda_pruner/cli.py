@@ -56,6 +56,7 @@ def _run(argv: list[str] | None) -> int:
         args = build_parser()[0].parse_args(argv)
     except SystemExit as stop:  # of --help and --version, with their text
         return _print(Result(str(stop.code)))
+    _check_folder()
     _check_backend()
     with contextlib.redirect_stdout(sys.stderr) if getattr(args, "json", False) else contextlib.nullcontext():
         result = args.run(args)
@@ -104,6 +105,13 @@ def _take_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # torch itself would end the process
+        raise UserError(f"the current folder cannot be used ({error.strerror}); change to another one") from error
 
 
 def _check_backend() -> None:
