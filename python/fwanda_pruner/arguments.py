@@ -12,13 +12,8 @@ from .errors import UserError, did_you_mean, shortened
 from .setting_checks import flag
 
 _OUTPUT, _RUN, _WHAT = "output", GROUPS["place"], GROUPS["method"]
-_SECTIONS = (
-    _WHAT,
-    GROUPS["amount"],
-    GROUPS["text"],
-    _RUN,
-    _OUTPUT,
-)  # the first ones in --help; empty ones are left out
+# the first ones in --help; one without flags is left out
+_SECTIONS = (_WHAT, GROUPS["amount"], GROUPS["text"], _RUN, _OUTPUT)
 
 
 class _Parser(argparse.ArgumentParser):

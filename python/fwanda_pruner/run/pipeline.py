@@ -60,7 +60,7 @@ def prune(
         eval: overrides config.eval: a text, token ids [S, L] int64, or a list of them. Token ids are used as they are,
             and the record names them "tokens", "tokens 2" and so on.
         state: keeps finished stages, so that an interrupted run does not repeat them.
-        progress: show bars, where standard error is a terminal.
+        progress: announce the stages, and show bars or lines of progress, on standard error.
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
 
     Returns:

@@ -52,7 +52,7 @@ def sample_tokens(
         nsamples: number of windows.
         seqlen: tokens in each.
         seed: of the draws.
-        progress: show a bar, where standard error is a terminal.
+        progress: show a bar or lines of progress on standard error.
         unfinished: saves the finished windows about every minute, for an interrupted run; None: never.
 
     Returns:
