@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fwanda_pruner.cli import build_parser
+from fwanda_pruner.arguments import build_parser
 
 PAGE = Path(__file__).with_name("cli.md")
 HEAD = """\

@@ -183,6 +183,14 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A file of the resume state was changed or is broken",
         "one line; no changed value, shape, dtype or fact is ever used",
     ),
+    "state thrown away": (
+        "An interrupted run is repeated without `--resume`, and its finished work is gone",
+        "refused in one line that names the work and both flags, `--resume` and `--overwrite`",
+    ),
+    "broken output": (
+        "Standard output is a closed pipe, closed, full, or cannot write a character",
+        "no traceback, and what was saved stays complete; exit code 141 after a closed pipe",
+    ),
     "memory while calibrating": (
         "Memory runs out while calibrating (the tests raise the error)",
         "fwanda halves the micro-batch, then checkpoints, says so each time and counts nothing twice; what never fits "

@@ -1,7 +1,6 @@
 """The command line: what it writes, and one line with exit code 2 for every mistake."""
 
 import json
-import re
 import runpy
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from helpers_cli import arguments, make_folder
 from interrupt import interrupted_while_reading
 from transformers import AutoModelForCausalLM
 
@@ -23,23 +23,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny saved model with its tokenizer, and two texts."""
-    path = tmp_path_factory.mktemp("cli")
-    model = tiny.llama()
-    model.save_pretrained(path / "model")
-    tiny.tokenizer().save_pretrained(path / "model")
-    (path / "calibration.txt").write_text(tiny.text(800))
-    (path / "eval.txt").write_text(tiny.text(300, seed=1))
-    (path / "short.txt").write_text(tiny.text(5))
-    (path / "empty.txt").write_text("")
-    return path
-
-
-def arguments(folder, out, *extra, method="wanda"):
-    return [
-        "prune", str(folder / "model"), "--method", method, "--calibration", str(folder / "calibration.txt"),
-        "--nsamples", "16", "--seqlen", "24", "--device", "cpu", "--output", str(out), *extra,
-    ]  # fmt: skip
+    return make_folder(tmp_path_factory.mktemp("cli"))
 
 
 def test_prune_writes_a_folder_that_loads(folder, tmp_path, capsys):
@@ -79,6 +63,17 @@ def test_dry_run_lists_every_target_and_writes_nothing(folder, tmp_path, capsys)
     out = capsys.readouterr().out
     assert out.count("removes") == 14 and "model.layers.1.mlp.down_proj  [32, 48]  removes 768" in out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("allocation", ["global", "row"])
+def test_dry_run_says_that_it_cannot_divide_by_fisher_information(allocation, folder, tmp_path, capsys):
+    command = arguments(folder, tmp_path / "out", "--allocation", allocation, "--dry-run", method="fwanda")
+    assert main(command) == 0
+    *rows, total = capsys.readouterr().out.splitlines()
+    by_matrix = allocation == "row"  # which leaves as much of each matrix as is asked
+    assert sum("removes 768" in row for row in rows) == (2 * 3 if by_matrix else 0)
+    assert any("by measurements on the text, which --dry-run does not make" in row for row in rows) != by_matrix
+    assert "(0.5000); nothing was written" in total and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.fault("fused experts")
@@ -139,7 +134,7 @@ def test_report_puts_two_runs_in_one_table(folder, tmp_path, capsys):
     capsys.readouterr()
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b" / "fwanda.json")]) == 0
     out = capsys.readouterr().out
-    assert "wanda" in out and "magnitude" in out and out.count("tokens ") == 1
+    assert "wanda" in out and "magnitude" in out and out.count("windows of 24 tokens") == 1
 
 
 def test_eval_prints_perplexity_and_sparsity(folder, tmp_path, capsys):
@@ -193,7 +188,16 @@ MISTAKES = {
     "allocation of another method": (["--allocation", "global"], "--allocation must be one of uniform"),
     "missing calibration": (["--calibration", "nowhere.txt"], "nowhere.txt"),
     "order without text": (["--method", "magnitude", "--order", "sequential"], "leave --order out"),
-    "flag that does not exist": (["--sparsty", "0.5"], "unrecognized arguments"),
+    "flag that does not exist": (
+        ["--sparsty", "0.5"],
+        "unrecognized arguments: --sparsty 0.5; did you mean --sparsity?; see fwanda prune --help",
+    ),
+    "argument too many": (["more"], "unrecognized arguments: more; see fwanda prune --help"),
+    "number that is none": (["--nsamples", "many"], "argument --nsamples: invalid int value: 'many'; see fwanda prune"),
+    "number of many digits": (["--nsamples", "9" * 5000], "argument --nsamples: invalid int value"),
+    "mistyped method": (["--method", "wnda"], "got 'wnda'; did you mean wanda?"),
+    "record of a dry run": (["--dry-run", "--json"], "leave --json and --push-to-hub out"),
+    "upload of a dry run": (["--dry-run", "--push-to-hub", "me/model"], "leave --json and --push-to-hub out"),
     "nsamples of none": (["--nsamples", "0"], "--nsamples must be an integer in [1, 1000000], got 0"),
     "exponent out of range": (["--method", "fwanda", "--power", "1000"], "--power must be a number in [0, 4]"),
     "sparsity of a huge exponent": (["--sparsity", "1e-99999999"], "--sparsity must be a decimal"),
@@ -305,7 +309,7 @@ def test_settings_of_the_wrong_type_end_in_one_line(line, folder, tmp_path, caps
     check_one_line(capsys, "quote it in YAML" if line.startswith("pattern") else "")
 
 
-@pytest.mark.parametrize("name", ["/", "x" * 250, "loop/out", "\0"])
+@pytest.mark.parametrize("name", ["/", "x" * 250, "loop/out", "\0", "\udcff", "a\nb"])
 def test_impossible_output_paths_end_in_one_line(name, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
@@ -355,9 +359,8 @@ def test_interrupt_ends_in_one_line_and_leaves_nothing_unfinished(folder, tmp_pa
 
 @pytest.mark.parametrize("command", ["prune", "calibrate", "sample", "eval", "sweep", "report", "demo", "doctor"])
 def test_help_of_every_command(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0 and "usage: fwanda" in capsys.readouterr().out
+    assert main([command, "--help"]) == 0
+    assert "usage: fwanda" in capsys.readouterr().out
 
 
 def test_help_is_answered_without_torch():
@@ -365,17 +368,6 @@ def test_help_is_answered_without_torch():
     code += "; cli.main(['prune', '--help'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "--allocation" in done.stdout and done.stdout.splitlines()[-1] == "False"
-
-
-def test_prune_has_a_flag_for_every_setting_under_the_heading_of_its_group(capsys):
-    with pytest.raises(SystemExit):
-        main(["prune", "--help"])
-    shown = capsys.readouterr().out
-    headings = [shown.index(f"\n{title}:\n") for title in GROUPS.values()]
-    assert headings == sorted(headings)
-    for group, begin, end in zip(GROUPS, headings, [*headings[1:], len(shown)], strict=True):
-        flags = re.findall(r"^  --([a-z-]+)", shown[begin:end], re.MULTILINE)
-        assert [name.replace("-", "_") for name in flags] == list(settings_of(group))
 
 
 def test_settings_are_grouped_once_each():
@@ -413,3 +405,33 @@ def test_the_command_exits_with_the_code(folder):
 def test_evaluation_settings_without_a_text_are_refused(capsys):
     assert main(["prune", "model", "--output", "out", "--eval-windows", "2"]) == 2
     assert "need a text; add --eval TEXT" in capsys.readouterr().err
+
+
+def test_a_command_that_does_not_exist_is_one_line_with_the_closest_one(capsys):
+    assert main(["purne"]) == 2
+    check_one_line(capsys, "there is no command 'purne'; did you mean prune?; see fwanda --help")
+    assert main(["zzz"]) == 2
+    check_one_line(capsys, "there is no command 'zzz'; the commands are prune, calibrate,")
+
+
+def test_a_mistyped_setting_in_a_file_is_one_line_with_the_closest_one(folder, tmp_path, capsys):
+    (tmp_path / "settings.yaml").write_text("sparsty: 0.3\n")
+    assert main(["prune", "model", "--config", str(tmp_path / "settings.yaml"), "--output", str(tmp_path / "out")]) == 2
+    check_one_line(capsys, "unknown setting 'sparsty'; did you mean sparsity?")
+
+
+def test_a_current_folder_that_is_gone_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["doctor"]) == 2
+    check_one_line(capsys, "the current folder cannot be used (No such file or directory); change to another one")
+
+
+def test_an_error_that_nobody_expects_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("fwanda_pruner.doctor.describe", lambda: 1 // 0)
+    assert main(["doctor"]) == 1
+    check_one_line(capsys, "unexpected ZeroDivisionError at test_cli.py:")
+    monkeypatch.setenv("FWANDA_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])

@@ -75,7 +75,7 @@ def test_perplexity_runs_one_window_at_a_time_and_shows_its_label_on_a_terminal(
     assert sizes == [1, 1] and capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     perplexity(model, tokens_of(2, 4), label="dense perplexity")
-    assert "dense perplexity: 100%" in capsys.readouterr().err
+    assert "dense perplexity: " in capsys.readouterr().err
     perplexity(model, tokens_of(2, 4), progress=False)
     assert capsys.readouterr().err == ""
 

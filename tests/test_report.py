@@ -7,7 +7,7 @@ import pytest
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.report.card import model_card
 from fwanda_pruner.report.record import ROW_BINS, MatrixRow, Report, versions
-from fwanda_pruner.report.summary import summary, table
+from fwanda_pruner.report.summary import next_commands, summary, table
 
 PROTOCOL = {
     "source": "text.txt",
@@ -229,12 +229,61 @@ def compared() -> Report:
 
 
 def test_each_domain_has_a_line_of_the_summary():
-    told = [line.split(maxsplit=1)[1] for line in summary(compared()).splitlines() if line.startswith("domain")]
-    assert told == [
-        "c4: loss 2.000 -> 2.250 nats, with Wanda's masks 2.500  (8 windows, calibrated on other windows)",
-        "tokens: loss 2.000 -> 2.250 nats, with Wanda's masks 2.500  (8 windows, calibrated on these windows)",
-        "code: loss 0.500 -> 1.125 nats, with Wanda's masks -  (6 windows, not calibrated on)",
+    lines = summary(compared()).splitlines()
+    first = lines.index("losses      mean in nats: dense -> pruned, and with Wanda's masks")
+    assert lines[first + 1 : first + 4] == [
+        "  c4      2.000 -> 2.250  Wanda 2.500  8 held-out windows",
+        "  tokens  2.000 -> 2.250  Wanda 2.500  8 calibration windows",
+        "  code    0.500 -> 1.125  Wanda -  6 windows of other text",
     ]
+    assert "losses" not in summary(make_report())
+
+
+def test_the_summary_says_how_many_windows_each_source_got():
+    sources = {"calibration": ["c4:3", "code"], "nsamples": 16, "seqlen": 64}
+    mixed = summary(make_report(config=sources))
+    assert "text        16 windows of 64 tokens: c4 12, code 4" in mixed.splitlines()
+    alone = summary(make_report(config={**sources, "calibration": ["c4"]}))
+    assert "text        16 windows of 64 tokens from c4" in alone.splitlines()
+    assert "windows of 64 tokens from" not in summary(make_report(config=sources, tokens_sha256=None))
+
+
+def test_the_summary_fits_a_screen_and_shows_no_hash_and_no_class():
+    many = [domain(f"folder/of/many/texts/{i}.jsonl", calibrated=True) for i in range(30)]
+    texts = [{"dense": 20.5, "pruned": 35.25, **PROTOCOL, "source": name} for name in ("a.txt", "b" * 200, *"cdefg")]
+    skipped = [MatrixRow(f"layer.{i}", (4, 10), 40, 40, 0, skipped=f"reason {i}") for i in range(40)]
+    stages = ("load", "sample", "text", "eval_dense", "calibrate", "choose", "budgets", "check", "prune", "eval_pruned")
+    report = make_report(
+        matrices=[*make_report().matrices, *skipped],
+        perplexity=texts,
+        domains=many,
+        refit={"blocks": 4, "kept": 3},
+        seconds={stage: 1234.5 for stage in stages},
+        config={"calibration": [d["source"] for d in many[:20]], "nsamples": 20, "seqlen": 2048},
+    )
+    text = summary(report)
+    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 80
+    assert "and 22 more in fwanda.json" in text and "and 3 more in fwanda.json" in text
+    usual = summary(compared())
+    assert len(usual.splitlines()) <= 16
+    for hidden in ("abab", "cdcd", PROTOCOL["tokenizer"]):
+        assert hidden not in usual + text
+
+
+def test_the_next_commands_can_be_copied():
+    report = make_report(config={"eval_seqlen": 64, "eval_windows": 3})
+    assert next_commands(report, "my model/") == [
+        "fwanda report 'my model/'",
+        "fwanda report 'my model/' --html 'my model.html'",
+        "fwanda eval 'my model/' --eval text.txt --eval-seqlen 64 --eval-windows 3",
+    ]
+    assert next_commands(make_report(perplexity=[]), "out")[-1] == "fwanda eval out --eval sample"
+
+
+def test_a_table_tells_hashes_only_where_they_tell_two_protocols_apart():
+    one, other = (make_report(perplexity=[{**make_report().perplexity[0], "tokens_sha256": c * 64}]) for c in "12")
+    assert "text.txt: 3 windows of 64 tokens, BOS in each\n" in table([("m", one)])
+    assert "1111" not in table([("m", one)]) and "1" * 12 in table([("m", one), ("n", other)])
 
 
 def test_the_summary_says_how_many_updates_were_kept():

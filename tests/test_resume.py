@@ -114,10 +114,21 @@ def test_a_text_that_was_measured_is_not_measured_again(argv, stage, tmp_path):
     assert [t[key] for t in report["perplexity"]] == [7.5, expected[1][1][key]]
 
 
-def test_without_resume_a_run_starts_afresh(argv, capsys):
+@pytest.mark.fault("state thrown away")
+def test_finished_work_is_not_thrown_away_unless_asked(argv, capsys):
     argv += ["--method", "fwanda"]
     interrupt(argv, after="calibrate")
-    assert cli.main([*argv, "--allocation", "row"]) == 0
+    kept = sorted(path.read_bytes() for path in state_of(argv).iterdir())
+    for other in ([], ["--allocation", "row"]):
+        capsys.readouterr()
+        assert cli.main([*argv, *other]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith(f"fwanda: error: an interrupted run left finished work in {state_of(argv)}; go on")
+        assert "--resume" in line and "--overwrite" in line
+    assert sorted(path.read_bytes() for path in state_of(argv).iterdir()) == kept
+    assert cli.main([*argv, "--allocation", "row", "--overwrite"]) == 0
+    assert f"the finished work of an interrupted run was removed from {state_of(argv)}" in capsys.readouterr().err
+    assert not state_of(argv).exists()
 
 
 def test_resume_without_a_state_starts_afresh_and_says_so(argv, capsys):
@@ -151,8 +162,9 @@ def test_a_broken_state_is_one_line(argv, capsys, damage):
     path.write_bytes({"truncated": path.read_bytes()[:-9], "random": os.urandom(400), "empty": b""}[damage])
     capsys.readouterr()
     assert cli.main([*argv, "--resume"]) == 2
-    assert "is broken" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert cli.main(argv) == 0
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "is broken" in line and line.endswith("start over by --overwrite")
+    assert cli.main([*argv, "--overwrite"]) == 0
 
 
 def test_resume_of_a_finished_run_verifies_it(argv, capsys, tmp_path):

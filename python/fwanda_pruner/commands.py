@@ -1,4 +1,4 @@
-"""The commands of `fwanda`: each takes the parsed arguments, calls the package and prints.
+"""The commands of `fwanda`: each takes the parsed arguments, calls the package and returns what is to be printed.
 
 Packages are imported inside the commands, because importing torch takes seconds and `fwanda --help` does not need it.
 """
@@ -7,15 +7,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from .config import PruneConfig
-from .errors import UserError
+from .errors import UserError, did_you_mean, show
+from .progress import begin_stage, planned
 from .source_shares import parse_sources
+from .terminal import say, styled
+
+
+class Result(NamedTuple):
+    """What a command prints on standard output.
+
+    Attributes:
+        text: lines.
+        saved: the file or folder that holds the result; None: the text is the result.
+    """
+
+    text: str
+    saved: str | None = None
 
 
 def _given(args: argparse.Namespace) -> dict:
@@ -31,6 +49,7 @@ def _config(args: argparse.Namespace) -> PruneConfig:
 
 def _load(args: argparse.Namespace, config: PruneConfig):
     """The model and tokenizer of a command."""
+    begin_stage("load the model")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     from .model.load import load_model
@@ -55,18 +74,18 @@ def _check_texts(
         check_source(source, flag, purpose="eval" if flag == "--eval" else "calibration", local=local)
 
 
-def prune(args: argparse.Namespace) -> None:
+def prune(args: argparse.Namespace) -> Result:
     """Prunes a model and writes it, or lists what would be pruned."""
     config = _config(args)
-    if not args.output and not args.dry_run:
-        raise UserError("--output DIR is required (or --dry-run)")
-    if not config.eval and (config.eval_windows or config.eval_seqlen):
-        raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
+    _check_prune_flags(args, config)
     from .formats.files import check_output
     from .measure.statistics import Statistics
 
     if _is_finished(args, config):
-        return print(f"finished    {args.output} holds the result of this command, with the zeros of its report")
+        _upload(args)
+        return _result_of(
+            args, f"finished    {args.output} holds the result of this command, with the zeros of its report"
+        )
     if not args.dry_run:
         inputs = (
             args.model,
@@ -86,8 +105,17 @@ def prune(args: argparse.Namespace) -> None:
         local=args.dry_run,
     )
     if args.dry_run:
-        return _print_plan(_load(args, config)[0], resolved)
-    _prune_and_save(args, config, statistics)
+        return Result(_plan(_load(args, config)[0], resolved))
+    return _prune_and_save(args, config, statistics)
+
+
+def _check_prune_flags(args: argparse.Namespace, config: PruneConfig) -> None:
+    if not args.output and not args.dry_run:
+        raise UserError("--output DIR is required (or --dry-run)")
+    if args.dry_run and (args.json or args.push_to_hub):
+        raise UserError("--dry-run makes no record and no model; leave --json and --push-to-hub out")
+    if not config.eval and (config.eval_windows or config.eval_seqlen):
+        raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
 
 
 def _is_finished(args: argparse.Namespace, config: PruneConfig) -> bool:
@@ -103,21 +131,27 @@ def _is_finished(args: argparse.Namespace, config: PruneConfig) -> bool:
     if not (args.resume and args.output and Path(args.output, FILE_NAME).is_file() and not args.overwrite):
         return False
     verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
-    RunState(args.output).remove()
+    RunState(args.output, overwrite=True).remove()
     return True
 
 
-def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -> None:
+def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -> Result:
     from .formats.dense import model_bytes
     from .formats.files import check_output
-    from .report.summary import summary
+    from .report.summary import next_commands, summary
     from .run import pipeline
+    from .run.plan import stage_titles
     from .run.save import save_pruned
     from .run.stage import StageName, timed
     from .run.state import RunState
 
-    with RunState(args.output, resume=args.resume) as state:
-        _warn_of_fresh_start(args, state)
+    titles = stage_titles(config, statistics, saves=True) + ["upload"] * bool(args.push_to_hub)
+    with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
+        _tell_of_state(args, state)
+        if args.push_to_hub:
+            from .run.hub import open_repository
+
+            args.push_to_hub = open_repository(args.push_to_hub)
         with timed(seconds := {}, StageName.LOAD):
             model, tokenizer = _load(args, config)
         copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
@@ -125,13 +159,42 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
         report = pipeline.prune(model, tokenizer, config=config, statistics=statistics, state=state)
         report.config = {**report.config, "model": args.model, "statistics": args.statistics}
         report.seconds = seconds | report.seconds
+        begin_stage(StageName.SAVE.title)
         save_pruned(model, tokenizer, report, args.output, overwrite=args.overwrite)
         state.remove()
-    print(summary(report))
-    print(f"saved       {args.output}")
+        uploaded = _upload(args)
+    lines = [summary(report), f"saved       {args.output}", *uploaded, "", "next:"]
+    return _result_of(args, "\n".join([*lines, *(f"  {line}" for line in next_commands(report, args.output))]))
 
 
-def _print_plan(model, config: PruneConfig) -> None:
+def _result_of(args: argparse.Namespace, text: str) -> Result:
+    """The record for --json, else the text with bold labels."""
+    from .report.record import FILE_NAME
+
+    if args.json:
+        return Result(Path(args.output, FILE_NAME).read_text(encoding="utf-8").rstrip("\n"))
+    bold = re.sub(r"^\w+(?=  |:$)", lambda label: styled(label[0], "bold", sys.stdout), text, flags=re.MULTILINE)
+    return Result(bold, saved=args.output)
+
+
+def _upload(args: argparse.Namespace) -> list[str]:
+    """Uploads the result where --push-to-hub asks for it. Returns a line about it."""
+    if not args.push_to_hub:
+        return []
+    from .run.hub import upload
+
+    return [f"uploaded    {upload(args.output, args.push_to_hub)}"]
+
+
+def _tell_of_state(args: argparse.Namespace, state) -> None:
+    if args.resume and not state.resumed:
+        say("no interrupted run was found: starting from the beginning")
+    if state.removed:
+        say(f"starting over: the finished work of an interrupted run was removed from {state.folder}")
+
+
+def _plan(model, config: PruneConfig) -> str:
+    """What a run with these settings would remove, without a pass of text."""
     from .allocate.budgets import keep_total
     from .methods.block_loop import asked
     from .model.targets import find_blocks
@@ -139,66 +202,80 @@ def _print_plan(model, config: PruneConfig) -> None:
 
     targets, skipped = plan(model, config)
     size = removed = 0
+    lines = []
     for target in targets:
         rows, cols = target.shape
         goes = rows * cols - asked(config, target)
         place = "" if target.slice_of is None else f"  = {target.parameter}[{target.slice_of.index}]"
-        removes = goes if config.fixes_matrix_totals else "a share that the Fisher information decides"
-        print(f"{target.name}  [{rows}, {cols}]  removes {removes}{place}")
+        removes = f"  removes {goes}" if config.fixes_matrix_totals else ""
+        lines.append(f"{target.name}  [{rows}, {cols}]{removes}{place}")
         size, removed = size + rows * cols, removed + goes
-    for item in skipped:
-        print(f"{item.name}  {list(item.shape)}  skipped: {item.reason}")
+    lines += [f"{item.name}  {list(item.shape)}  skipped: {item.reason}" for item in skipped]
     if not config.fixes_matrix_totals:
         removed = size - keep_total(size, config.removed)
+        lines.append(
+            f"--allocation {config.allocation} divides the removed weights among these matrices by measurements on the "
+            f"text, which --dry-run does not make"
+        )
     total, inside = (sum(p.numel() for p in m.parameters()) for m in (model, find_blocks(model)[1]))
-    print(f"these matrices hold {size / inside:.2%} of the parameters of the blocks, {size / total:.2%} of the model's")
-    print(f"{len(targets)} matrices of {size} weights, {removed} removed ({removed / size:.4f}); nothing was written")
+    shares = f"{size / inside:.2%} of the parameters of the blocks, {size / total:.2%} of the model's"
+    return "\n".join([
+        *lines,
+        f"these matrices hold {shares}",
+        f"{len(targets)} matrices of {size} weights, {removed} removed ({removed / size:.4f}); nothing was written",
+    ])  # fmt: skip
 
 
-def calibrate(args: argparse.Namespace) -> None:
+def calibrate(args: argparse.Namespace) -> Result:
     """Measures statistics and writes them."""
     config = _config(args)
     from .formats.files import check_file
     from .measure.statistics import Statistics
     from .run.pipeline import collect
+    from .run.plan import calibration_titles
 
     output = check_file(args.output, ".safetensors")
     if output.exists():
         Statistics.load(output)  # refuses to replace another kind of file
     _check_texts(calibration=config.calibration)
-    model, tokenizer = _load(args, config)
-    statistics = collect(model, tokenizer, config=config)
+    with planned(calibration_titles(config, loads=True)):
+        model, tokenizer = _load(args, config)
+        statistics = collect(model, tokenizer, config=config)
     statistics.save(output)
-    print(f"statistics of {len(statistics.x2)} matrices saved in {args.output}")
-    print(f"next: fwanda prune {args.model} --statistics {args.output} --sparsity 0.5 --output DIR")
+    model_name, file = shlex.quote(args.model), shlex.quote(args.output)
+    lines = [
+        f"statistics of {len(statistics.x2)} matrices saved in {args.output}",
+        f"next: fwanda prune {model_name} --statistics {file} --sparsity 0.5 --output DIR",
+    ]
+    return Result("\n".join(lines), saved=args.output)
 
 
-def sample(args: argparse.Namespace) -> None:
+def sample(args: argparse.Namespace) -> Result:
     """Lets a model write text and saves it."""
     config = _config(args)
     from .run.sample import check_sample_file, write_sample
+    from .run.stage import StageName
     from .run.state import RunState
 
     check_sample_file(args.output)
-    with RunState(args.output, resume=args.resume) as state:
-        _warn_of_fresh_start(args, state)
+    titles = [StageName.LOAD.title, StageName.SAMPLE.title]
+    with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
+        _tell_of_state(args, state)
         model, tokenizer = _load(args, config)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
-    print(f"seconds     {seconds:.1f} for {config.nsamples} windows of {config.seqlen} tokens")
-    print(f"energy      {energy if isinstance(energy, str) else f'{energy:.0f} J gross'}")
-    print(f"saved       {args.output}")
-    text = f"--calibration {args.output} --seqlen {config.seqlen}"
-    print(f"next: fwanda prune {args.model} {text} --sparsity 0.5 --output DIR")
+    text = f"--calibration {shlex.quote(args.output)} --seqlen {config.seqlen}"
+    lines = [
+        f"seconds     {seconds:.1f} for {config.nsamples} windows of {config.seqlen} tokens",
+        f"energy      {energy if isinstance(energy, str) else f'{energy:.0f} J gross'}",
+        f"saved       {args.output}",
+        f"next: fwanda prune {shlex.quote(args.model)} {text} --sparsity 0.5 --output DIR",
+    ]
+    return Result("\n".join(lines), saved=args.output)
 
 
-def _warn_of_fresh_start(args: argparse.Namespace, state) -> None:
-    if args.resume and not state.resumed:
-        print("no interrupted run was found: starting from the beginning", file=sys.stderr)
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    """Measures a model and prints JSON."""
+def evaluate(args: argparse.Namespace) -> Result:
+    """Measures a model. The result is JSON."""
     config, names = _config(args), [name.strip() for name in args.tasks.split(",")]
     tasks, settings = [name for name in names if name != "ppl"], _task_settings(args)
     if tasks:
@@ -215,11 +292,17 @@ def evaluate(args: argparse.Namespace) -> None:
     from .run.pipeline import evaluate_model
 
     config = replace(config, bos=_recorded_bos(args.model, config))
-    model, tokenizer = _load(args, config)
-    result = evaluate_model(model, tokenizer, config=config)
-    if tasks:
-        result["lm_eval"] = evaluate_tasks(model, tokenizer, tasks, **settings)
-    print(json.dumps({"model": args.model, **result}, indent=1))
+    with planned(["load the model", "perplexity and zeros", *(["tasks"] if tasks else [])]):
+        model, tokenizer = _load(args, config)
+        begin_stage("perplexity and zeros")
+        result = evaluate_model(model, tokenizer, config=config)
+        if tasks:
+            begin_stage("tasks")
+            result["lm_eval"] = evaluate_tasks(model, tokenizer, tasks, **settings)
+    for text in result["perplexity"]:  # JSON has no infinity; the record writes it like this, too
+        if not math.isfinite(text["perplexity"]):
+            text["perplexity"] = str(text["perplexity"])
+    return Result(json.dumps({"model": args.model, **result}, indent=1))
 
 
 def _recorded_bos(model: str, config: PruneConfig) -> str:
@@ -237,8 +320,8 @@ def _task_settings(args: argparse.Namespace) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def sweep(args: argparse.Namespace) -> None:
-    """Runs a recipe, writes its tables and pictures, and prints them."""
+def sweep(args: argparse.Namespace) -> Result:
+    """Runs a recipe, and writes its tables and pictures."""
     from .evaluate.lm_eval_tasks import check_tasks
     from .sweep.figures import check_installed, draw
     from .sweep.recipe import Recipe
@@ -260,28 +343,47 @@ def sweep(args: argparse.Namespace) -> None:
         raise
     lines = lines_of(recipe.cells, cells)
     paths = write_tables(lines, args.output) + draw(lines, args.output)
-    print(markdown(lines))
-    print("\n".join(map(str, paths)))
+    return Result("\n".join([markdown(lines), *map(str, paths)]), saved=args.output)
 
 
-def report(args: argparse.Namespace) -> None:
-    """Prints a table of reports."""
+def report(args: argparse.Namespace) -> Result:
+    """Compares reports in tables, as CSV or JSON, or on a page."""
+    from .report.export import as_csv, as_json
     from .report.record import Report
     from .report.summary import table
 
+    def as_table(reports):
+        return table([(f"{path} ({report.config.get('model')})", report) for path, report in reports.items()])
+
+    forms = {"table": as_table, "csv": as_csv, "json": as_json}
+    if args.format not in (None, *forms):
+        hint = did_you_mean(args.format, forms)
+        raise UserError(f"--format must be one of {', '.join(forms)}, got {show(args.format)}{hint}")
+    if args.format and args.html:
+        raise UserError("--format prints and --html writes a page; give only one of them")
     reports = {path: Report.load(path) for path in args.reports}
-    print(table([(f"{path} ({report.config.get('model')})", report) for path, report in reports.items()]))
+    if not args.html:
+        return Result(forms[args.format or "table"](reports))
+    from .formats.files import check_file, user_errors
+
+    path = check_file(args.html, ".html", flag="--html")
+    from .report.html import write_html
+
+    with user_errors(path.resolve()):
+        write_html(reports, path)
+    return Result(f"saved       {path}", saved=str(path))
 
 
-def demo(args: argparse.Namespace) -> None:
+def demo(args: argparse.Namespace) -> Result:
     """Prunes a small model by several methods and prints a table."""
     from .demo import run
 
     run(Path(args.output), quick=args.quick)
+    return Result("", saved=args.output)
 
 
-def doctor(_args: argparse.Namespace) -> None:
-    """Prints what is installed and what is missing."""
+def doctor(_args: argparse.Namespace) -> Result:
+    """Lists what is installed and what is missing."""
     from .doctor import describe
 
-    print(describe())
+    return Result(describe())

@@ -7,21 +7,23 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from .errors import UserError, one_line, show
+from .errors import UserError, did_you_mean, one_line, show
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
 from .setting_checks import NUMBER_TEXTS, check_sparsity, check_value, flag, number_text, plain
 from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
 
-GROUPS = {  # of settings, with their headings in --help
-    "method": "what is pruned, and how",
-    "fisher": "Fisher information",
-    "text": "calibration text",
-    "bos": "beginning of a window",
-    "eval": "evaluation text",
-    "place": "device and dtype",
-    "passes": "memory and speed of calibration; results change by rounding at most",
-    "check": "comparison with Wanda on several texts",
-    "energy": "energy",
+GROUPS = {  # of settings, with their headings in --help; the flags of groups with one heading stand together
+    "method": "what",
+    "amount": "how much",
+    "text": "text",
+    "eval": "text",
+    "check": "text",
+    "bos": "text",
+    "place": "run",
+    "passes": "run",
+    "energy": "run",
+    "exponents": "fine tuning of methods",
+    "fisher": "fine tuning of methods",
 }
 GUARDS = ("sample", "code")  # the guards without --guard
 CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics depend on
@@ -59,31 +61,31 @@ class PruneConfig:
         tuple(ALLOCATIONS),
     )
     sparsity: str | None = _setting(
-        "method",
+        "amount",
         None,
         "fraction of the weights to remove, an exact decimal or p/q in [0, 1) (default: 0.5, or what the pattern says)",
     )
     pattern: str | None = _setting(
-        "method", None, "n:m keeps n of every m consecutive weights of a row, for example 2:4"
+        "amount", None, "n:m keeps n of every m consecutive weights of a row, for example 2:4"
     )
     nm_tail: str = _setting(
-        "method",
+        "amount",
         "error",
         "what to do when the pattern does not divide the columns: refuse, or leave the last columns dense",
         ("error", "dense"),
     )
     power: float = _setting(
-        "method",
+        "exponents",
         0.5,
         "exponent p of the Fisher information omega: in the row allocation, and in F-SparseGPT's weights of rows (of "
         "tokens under a pattern); the response allocation does not use it",
         type=float,
     )
     row_exponent: float = _setting(
-        "method", 0.75, "exponent b of the global allocation; below 1 it damps differences between rows", type=float
+        "exponents", 0.75, "exponent b of the global allocation; below 1 it damps differences between rows", type=float
     )
     layer_exponent: float = _setting(
-        "method", 0.5, "exponent c of the global allocation; below 1 it damps differences between layers", type=float
+        "exponents", 0.5, "exponent c of the global allocation; below 1 it damps differences between layers", type=float
     )
     order: str | None = _setting(
         "method",
@@ -123,13 +125,6 @@ class PruneConfig:
         type=list,
         metavar="SOURCE[:SHARE]",
     )
-    start_token: str | None = _setting(
-        "text",
-        None,
-        "token after which the model begins to write, as text or as its number (default: BOS, or <|endoftext|> without "
-        "a BOS)",
-        metavar="ID|TOKEN",
-    )
     nsamples: int = _setting("text", 128, "number of calibration windows, of all sources together", type=int)
     seqlen: int = _setting("text", 2048, "tokens in a calibration window", type=int)
     seed: int = _setting(
@@ -137,6 +132,13 @@ class PruneConfig:
         0,
         "seed that selects the calibration windows, the text that the model writes, and the labels of --fisher true",
         type=int,
+    )
+    start_token: str | None = _setting(
+        "text",
+        None,
+        "token after which the model begins to write, as text or as its number (default: BOS, or <|endoftext|> without "
+        "a BOS)",
+        metavar="ID|TOKEN",
     )
     bos: str = _setting(
         "bos",
@@ -391,7 +393,8 @@ class PruneConfig:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known, key=show)
         if unknown:
-            raise UserError(f"unknown setting {show(unknown[0])}; the settings are {', '.join(sorted(known))}")
+            hint = did_you_mean(show(unknown[0]).strip("'"), known) or f"; the settings are {', '.join(sorted(known))}"
+            raise UserError(f"unknown setting {show(unknown[0])}{hint}")
         return cls(**values)
 
     @classmethod

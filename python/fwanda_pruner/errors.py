@@ -1,7 +1,9 @@
 """The error for mistakes that the user can fix, and helpers that keep its message on one line."""
 
+import difflib
 import reprlib
 import unicodedata
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -12,8 +14,8 @@ class UserError(ValueError):
     """
 
 
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """The message of an error on one line, cut after `limit` characters. An error without message gives its type."""
+def one_line(error: BaseException | str, limit: int = 300) -> str:
+    """A message on one line, cut after `limit` characters. An error without message gives its type."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[:limit] + " ..."
 
@@ -42,3 +44,9 @@ def show(value, limit: int = 80) -> str:
 def has_control(text: str) -> bool:
     """Whether a text holds a control character, such as a line break, or a part of a name that is not Unicode."""
     return any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message that asks for the known word most like a mistyped one; "" if none is like it."""
+    close = difflib.get_close_matches(word[:80], list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

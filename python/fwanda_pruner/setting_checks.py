@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Rational, Real
 
-from .errors import UserError, has_control, show
+from .errors import UserError, did_you_mean, has_control, show
 
 _LARGEST_EXPONENT = 4
 _LARGEST_GROUP = 1024
@@ -86,7 +86,8 @@ def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
     if value is None:
         return
     if choices and value not in choices:
-        raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {show(value)}")
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {show(value)}{hint}")
     if kind is str and not isinstance(value, str):
         hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""
         expected = "a number or text" if name in NUMBER_TEXTS else "text"

@@ -26,7 +26,7 @@ def domain_losses(
         prefix: as Engine.window_losses().
     """
     sizes = [len(tokens) for tokens in windows.values()]
-    losses = engine.window_losses(torch.cat(list(windows.values())), masks, prefix=prefix)
+    losses = engine.window_losses(torch.cat(list(windows.values())), masks, label="losses", prefix=prefix)
     means = [float(part.mean()) for part in losses.split(sizes)]
     return {name: mean if math.isfinite(mean) else math.inf for name, mean in zip(windows, means, strict=True)}
 

@@ -23,7 +23,6 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import fwanda_kernels as fk
 
@@ -32,6 +31,7 @@ from ..engine.engine import Engine
 from ..engine.resume import Steps
 from ..measure.removed import RemovedWeightSums
 from ..measure.statistics import Statistics
+from ..progress import progress_bar
 from .budgets import ScoreScales, global_scales
 from .judge import Judge, Losses
 from .masks import PackedMasks, column_scale, masks_of, pack
@@ -123,9 +123,8 @@ def respond(
     """
     state = _start(engine, tokens, statistics, config)
     best, losses, best_rank = None, {}, judge.rank(start_losses)
-    for index in tqdm(
-        range(round_count(config)), desc="respond", unit="round", disable=None if engine.progress else True
-    ):
+    label = "measure the pruned model" if engine.progress else None
+    for index in progress_bar(range(round_count(config)), label=label, unit="rounds"):
         saved = rounds.load(index)
         state = saved or _next_round(engine, tokens, judge, statistics, config, state, index)
         if state is None:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
-from tqdm import tqdm
 
 from ..config import PruneConfig
 from ..engine.engine import Engine
 from ..engine.resume import NoSteps, Steps
 from ..errors import UserError
 from ..measure.statistics import Statistics
+from ..progress import progress_bar
 from .budgets import ScoreScales
 from .judge import Judge, Losses
 from .masks import masks_of
@@ -128,7 +128,8 @@ def try_masks(
         name -> losses; inf where the allocation has no budget.
     """
     losses: dict[str, Losses] = {}
-    for name, config in tqdm(configs.items(), desc="try", unit="mask", disable=None if engine.progress else True):
+    label = "try allocations" if engine.progress else None
+    for name, config in progress_bar(configs.items(), label=label, unit="masks"):
         try:
             losses[name] = judge.wanda if name == "uniform" else judge.losses(masks_of(config, engine, statistics))
         except UserError:  # the allocation has no budget

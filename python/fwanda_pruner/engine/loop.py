@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 from ..config import PruneConfig
 from ..errors import UserError
 from ..model.attributes import replaced
+from ..progress import progress_bar
 from .compile_blocks import CompiledBlocks, CompileError
 from .memory import free_memory
 from .resume import Unfinished
@@ -137,9 +137,7 @@ def run_windows(
     while True:
         compile = "off" if record.checkpointing else compile
         try:
-            bar = tqdm(
-                total=windows.count, initial=done, desc=label, unit="seq", disable=True if label is None else None
-            )
+            bar = progress_bar(total=windows.count, initial=done, label=label, unit="windows")
             with bar, windows.ready(record.micro_batch), sums:
                 for size in _passes(windows, sums, record, grow, compile, done, unfinished):
                     bar.update(size)

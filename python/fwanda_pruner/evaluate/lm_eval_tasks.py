@@ -22,6 +22,7 @@ from torch import nn
 
 from ..engine.device import evaluating
 from ..errors import UserError, one_line
+from ..terminal import is_terminal
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
 BATCH_SIZE = 8
@@ -199,7 +200,7 @@ def _quiet(progress: bool) -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    stream = sys.stderr if progress and sys.stderr.isatty() else io.StringIO()
+    stream = sys.stderr if progress and is_terminal(sys.stderr) else io.StringIO()
     try:
         with redirect_stdout(stream), redirect_stderr(stream):
             yield

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import UserError, one_line, show
+from ..errors import UserError, has_control, one_line, show
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _LONGEST_PART = 255  # bytes of the name of a folder above it
@@ -154,12 +154,13 @@ def _protected_folders() -> list[Path]:
     return folders
 
 
-def check_file(path: str | Path, suffix: str) -> Path:
+def check_file(path: str | Path, suffix: str, *, flag: str = "--output") -> Path:
     """Refuses an output file that could not be written. Writes nothing.
 
     Args:
         path: the file to be made; an existing one is accepted.
         suffix: which its name must have, with the dot.
+        flag: that named the file.
 
     Returns:
         The path.
@@ -170,7 +171,7 @@ def check_file(path: str | Path, suffix: str) -> Path:
     resolved = _resolve(path)
     folder = resolved.parent
     if resolved.suffix != suffix or not folder.is_dir() or not os.access(folder, os.W_OK) or resolved.is_dir():
-        raise UserError(f"--output must be a {suffix} file in an existing, writable folder, got {show(str(path))}")
+        raise UserError(f"{flag} must be a {suffix} file in an existing, writable folder, got {show(str(path))}")
     return Path(path)
 
 
@@ -237,6 +238,8 @@ def _resolve(path: str | Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"output {show(str(path), 200)} is not a usable path: {reason}") from error
+    if has_control(str(resolved)):
+        raise UserError(f"output {show(str(resolved))} holds an unprintable character; choose another name")
     if too_long:
         raise UserError(
             f"output {str(path)[:80]}...: its name has more than {_LONGEST_NAME} bytes; choose a shorter one"

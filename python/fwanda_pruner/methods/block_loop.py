@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import fwanda_kernels as fk
 
@@ -21,6 +20,7 @@ from ..engine.resume import Steps
 from ..engine.walk import BlockWalk
 from ..measure.statistics import Statistics
 from ..model.targets import Target
+from ..progress import progress_bar
 from ..report.record import ROW_BINS, MatrixRow
 from . import obs, score
 from .job import GroupJob, Inputs
@@ -86,7 +86,7 @@ def prune_blocks(
 def _with_progress(engine: Engine) -> Iterable[int]:
     """The blocks up to the last one with a target."""
     last = max(target.block for target in engine.targets)
-    return tqdm(range(last + 1), desc="prune", unit="block", disable=None if engine.progress else True)
+    return progress_bar(range(last + 1), label="prune" if engine.progress else None, unit="blocks")
 
 
 def _restore(config: PruneConfig, walk: BlockWalk, index: int, block: Block, saved: PrunedBlock) -> PrunedBlock:

@@ -1,8 +1,18 @@
 """Reports as text: a table that compares runs, and the summary that closes a run."""
 
-from .record import MatrixRow, Report
+import shlex
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+from ..errors import UserError
+from ..source_shares import counts_of, parse_sources
+from .record import FILE_NAME, MatrixRow, Report
 
 _DOMAINS = "mean loss in nats on text of several domains, before and after pruning"
+_WIDTH, _INDENT = 80, 12  # of the summary: columns of a terminal, and of its labels
+_MOST = {"perplexity": 4, "  ": 8, "skipped": 3}  # lines of a kind in the summary; fwanda.json has all
+_LONGEST_NAME = 20
 
 
 def table(reports: list[tuple[str, Report]]) -> str:
@@ -14,17 +24,33 @@ def table(reports: list[tuple[str, Report]]) -> str:
     Args:
         reports: (label, report) of each run.
     """
-    groups: dict[str, list[tuple[str, Report]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[str, Report]]] = {}
     for label, report in reports:
-        protocols = [f"{text['source']}: {protocol_line(text)}" for text in report.perplexity]
-        groups.setdefault("\n".join(protocols or ["perplexity not measured"]), []).append((label, report))
-    tables = [f"{protocols}\n{_grid(rows)}" for protocols, rows in groups.items()]
+        groups.setdefault(tuple(f"{t['source']}: {protocol_line(t)}" for t in report.perplexity), []).append(
+            (label, report)
+        )
+    titles = {protocols: _title(rows[0][1]) for protocols, rows in groups.items()}
+    several = Counter(titles.values())
+    tables = [
+        f"{titles[protocols] if several[titles[protocols]] == 1 else chr(10).join(protocols)}\n{_grid(rows)}"
+        for protocols, rows in groups.items()
+    ]
     compared = [(label, report) for label, report in reports if report.domains]
     return "\n\n".join([*tables, f"{_DOMAINS}\n{_domain_grid(compared)}"] if compared else tables)
 
 
+def _title(report: Report) -> str:
+    """How the perplexities of a report were measured, for a person: without hashes and names of classes."""
+    return "\n".join(f"{text['source']}: {_windows(text)}" for text in report.perplexity) or "perplexity not measured"
+
+
+def _windows(text: dict) -> str:
+    bos = "BOS in each" if text["bos"] else "no BOS"
+    return f"{text['windows']} windows of {text['seqlen']} tokens, {bos}"
+
+
 def protocol_line(text: dict) -> str:
-    """How a perplexity was measured.
+    """How a perplexity was measured, with all that makes it comparable to another.
 
     Args:
         text: {seqlen, windows, tokens_sha256, bos, tokenizer}, as in Report.perplexity.
@@ -39,32 +65,120 @@ def protocol_line(text: dict) -> str:
 
 
 def summary(report: Report) -> str:
-    """The result of a run in a few lines: sparsity, coverage, perplexity, cost, and the matrices that were skipped."""
+    """The result of a run in a few lines of at most 80 columns, unless a name is longer: it fits a screen.
+
+    Sparsity, coverage, the text, perplexity, losses, cost, and the matrices that were skipped.
+    """
     skipped = [row for row in report.matrices if row.skipped is not None]
     sparsity, coverage = report.sparsity, report.coverage
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
-    lines = [
-        f"sparsity    {_percent(sparsity['matrices'])} of {len(report.matrices) - len(skipped)} pruned matrices"
-        f" (asked {_percent(sparsity['asked'])}), {_percent(sparsity['model'])} of the model",
-        f"coverage    {_percent(coverage['blocks'])} of the block parameters lie in pruned matrices,"
-        f" {_percent(coverage['model'])} of the model's",
-        *(f"perplexity  {_change(text)} on {text['source']}  ({protocol_line(text)})" for text in report.perplexity),
-        *_domain_lines(report),
-        *_refit_lines(report),
-        f"seconds     {sum(report.seconds.values()):.1f} ({stages})",
-        f"memory      {report.peak_memory_bytes / 2**30:.2f} GiB peak",
-        f"energy      {_energy(report)}",
+    notes = f"{len(report.warnings)}, listed under `warnings` in {FILE_NAME}"
+    parts = [
+        (
+            "sparsity",
+            f"{_percent(sparsity['matrices'])} of {len(report.matrices) - len(skipped)} pruned matrices"
+            f" (asked {_percent(sparsity['asked'])}), {_percent(sparsity['model'])} of the model",
+        ),
+        (
+            "coverage",
+            f"{_percent(coverage['blocks'])} of the block parameters lie in pruned matrices,"
+            f" {_percent(coverage['model'])} of the model's",
+        ),
+        ("text", _calibration(report)),
+        *_first(
+            "perplexity",
+            [f"{_change(t)} on {_short(t['source'])}  ({_windows(t)})" for t in report.perplexity],
+        ),
+        ("losses", "mean in nats: dense -> pruned, and with Wanda's masks" if report.domains else ""),
+        *_first("  ", _losses(report)),
+        ("refit", _refit(report)),
+        ("seconds", f"{sum(report.seconds.values()):.1f} ({stages})"),
+        ("memory", f"{report.peak_memory_bytes / 2**30:.2f} GiB peak"),
+        ("energy", _energy(report)),
+        *_first("skipped", skipped_lines(skipped)),
+        ("warnings", notes if report.warnings else ""),
     ]
-    return "\n".join(lines + [f"skipped     {line}" for line in skipped_lines(skipped)])
+    return "\n".join(_labelled(label, text) for label, text in parts if text)
 
 
-def _domain_lines(report: Report) -> list[str]:
-    """Loss of the dense and the pruned model on each domain, beside that of Wanda's masks."""
+def next_commands(report: Report, output: str) -> list[str]:
+    """Commands that a person may want to run after pruning, to copy.
+
+    Args:
+        output: the folder of the result.
+    """
+    config, folder = report.config, shlex.quote(str(output))
+    texts = [text["source"] for text in report.perplexity] or ["sample"]
+    settings = {"--eval-seqlen": config.get("eval_seqlen"), "--eval-windows": config.get("eval_windows")}
+    flags = [f"--eval {shlex.quote(text)}" for text in texts] + [f"{key} {n}" for key, n in settings.items() if n]
     return [
-        f"domain      {domain['source']}: loss {_loss(domain['dense'])} -> {_loss(domain['pruned'])} nats,"
-        f" with Wanda's masks {_loss(domain['wanda'])}  ({domain['windows']} windows, {_reading(domain)})"
-        for domain in report.domains
+        f"fwanda report {folder}",
+        f"fwanda report {folder} --html {shlex.quote(str(Path(output)) + '.html')}",
+        f"fwanda eval {folder} {' '.join(flags)}",
     ]
+
+
+def _labelled(label: str, text: str) -> str:
+    """A label and its text, wrapped."""
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=label if label.isspace() else f"{label:{_INDENT}}",
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _first(label: str, texts: list[str]) -> list[tuple[str, str]]:
+    """The first texts of a kind under a label, and how many more there are."""
+    shown = texts[: _MOST[label]]
+    if len(texts) > len(shown):
+        shown.append(f"and {len(texts) - len(shown)} more in {FILE_NAME}")
+    return [(label, text) for text in shown]
+
+
+def _calibration(report: Report) -> str:
+    """How many windows each source of the calibration got; empty if the run used none."""
+    config = report.config
+    try:
+        sources = parse_sources(config["calibration"])
+        counts = counts_of(sources, config["nsamples"])
+    except (UserError, KeyError, TypeError):  # a record of another version
+        return ""
+    if report.tokens_sha256 is None:
+        return ""
+    windows, names = (
+        f"{config['nsamples']} windows of {config.get('seqlen')} tokens",
+        [_short(source.name) for source in sources],
+    )
+    if len(sources) == 1:
+        return f"{windows} from {names[0]}"
+    return f"{windows}: {', '.join(f'{name} {count}' for name, count in zip(names, counts, strict=True))}"
+
+
+def _short(source: str) -> str:
+    """The name of a text in few columns; of a long path, the file."""
+    name = source if len(source) <= _LONGEST_NAME else Path(source).name
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+
+
+def _losses(report: Report) -> list[str]:
+    """Loss of the dense and the pruned model on each domain, beside that of Wanda's masks."""
+    names = [_short(domain["source"]) for domain in report.domains]
+    width = max(map(len, names), default=0)
+    return [
+        f"{name:{width}}  {_loss(domain['dense'])} -> {_loss(domain['pruned'])}  Wanda {_loss(domain['wanda'])}"
+        f"  {_windows_of(domain)}"
+        for name, domain in zip(names, report.domains, strict=True)
+    ]
+
+
+def _windows_of(domain: dict) -> str:
+    """Whether calibration read the text of a domain, and these windows of it."""
+    if not domain["calibrated"]:
+        return f"{domain['windows']} windows of other text"
+    return f"{domain['windows']} {'held-out' if domain['unread'] else 'calibration'} windows"
 
 
 def _reading(domain: dict) -> str:
@@ -74,11 +188,11 @@ def _reading(domain: dict) -> str:
     return f"calibrated on {'other' if domain['unread'] else 'these'} windows"
 
 
-def _refit_lines(report: Report) -> list[str]:
+def _refit(report: Report) -> str:
     if report.refit is None:
-        return []
-    refit = report.refit
-    return [f"refit       updates kept in {refit['kept']} of {refit['blocks']} blocks, where the held-out loss fell"]
+        return ""
+    kept, blocks = report.refit["kept"], report.refit["blocks"]
+    return f"updates kept in {kept} of {blocks} blocks, where the held-out loss fell"
 
 
 def _loss(loss: float | None) -> str:

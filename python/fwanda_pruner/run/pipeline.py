@@ -25,10 +25,12 @@ from ..measure.statistics import Statistics
 from ..methods.job import Inputs
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
+from ..progress import planned
 from ..report.record import MatrixRow, Report, versions
 from ..text.windows import tokens_sha256
 from . import stages
 from .energy import EnergyMeter
+from .plan import calibration_titles, stage_titles
 from .read_texts import own_windows, read_texts
 from .save import check_savable
 from .stage import Stages
@@ -60,7 +62,7 @@ def prune(
         eval: overrides config.eval: a text, token ids [S, L] int64, or a list of them. Token ids are used as they are,
             and the record names them "tokens", "tokens 2" and so on.
         state: keeps finished stages, so that an interrupted run does not repeat them.
-        progress: show bars, where standard error is a terminal.
+        progress: announce the stages, and show bars or lines of progress, on standard error.
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
 
     Returns:
@@ -117,7 +119,8 @@ def run_prune(
     device = model_device(model)
     state = state or RunState()
     stage = Stages(state, device)
-    with stage.noting(), evaluating(model), device_rules(model, config):
+    titles = stage_titles(config, statistics, calibration=calibration, eval=eval) if progress else ()
+    with planned(titles), stage.noting(), evaluating(model), device_rules(model, config):
         config = with_sources(config, calibration, eval, statistics, named)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
@@ -200,7 +203,8 @@ def collect(
     """
     config = PruneConfig(**config.select(*CALIBRATION, "passes"))
     stage = Stages(RunState(), model_device(model))
-    with stage.noting(), evaluating(model), device_rules(model, config):
+    titles = calibration_titles(config, calibration=calibration) if progress else ()
+    with planned(titles), stage.noting(), evaluating(model), device_rules(model, config):
         config = with_sources(config, calibration, None, None)
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)

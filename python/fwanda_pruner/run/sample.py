@@ -53,7 +53,7 @@ def write_sample(
         output: the file, see check_sample_file().
         config: nsamples, seqlen, seed, start_token, max_memory and energy count.
         state: keeps the windows, so that an interrupted run does not draw them again.
-        progress: show a bar, where standard error is a terminal.
+        progress: show a bar or lines of progress on standard error.
 
     Returns:
         Seconds of sampling, and its gross joules or the reason that there are none.

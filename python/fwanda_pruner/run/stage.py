@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..progress import begin_stage
 from .energy import EnergyMeter
 from .state import RunState
 
@@ -39,6 +40,25 @@ class StageName(str, Enum):
     EVAL_PRUNED = "eval_pruned"
     SAVE = "save"
 
+    @property
+    def title(self) -> str:
+        """What the stage does, as the lines of progress say it."""
+        return _TITLES[self]
+
+
+_TITLES = {
+    StageName.LOAD: "load the model",
+    StageName.SAMPLE: "let the model write text",
+    StageName.TEXT: "read the texts",
+    StageName.EVAL_DENSE: "perplexity of the dense model",
+    StageName.CALIBRATE: "calibrate",
+    StageName.CHOOSE: "choose the allocation",
+    StageName.BUDGETS: "decide how many weights each row keeps",
+    StageName.CHECK: "compare losses on each text",
+    StageName.PRUNE: "prune",
+    StageName.EVAL_PRUNED: "perplexity of the pruned model",
+    StageName.SAVE: "save and count the zeros in the files",
+}
 
 _BESIDE_PRUNING = (StageName.LOAD, StageName.TEXT, StageName.EVAL_DENSE, StageName.EVAL_PRUNED, StageName.SAVE)
 
@@ -99,7 +119,9 @@ class Stages:
             compute: computes the result.
             codec: stores it; None: the stage is computed in every run.
         """
-        if codec is not None and (saved := self._state.recall(name.value)) is not None:
+        saved = None if codec is None else self._state.recall(name.value)
+        begin_stage(name.title, kept=saved is not None)
+        if codec is not None and saved is not None:
             return codec.decode(*saved)
         with timed(self.seconds, name), self._measured(name.value):
             result = compute()

@@ -32,22 +32,26 @@ class RunState:
 
     Args:
         output: the folder that the run will write. None keeps nothing.
-        resume: keep the stages of an interrupted run. Otherwise they are removed.
+        resume: go on with the stages of an interrupted run.
+        overwrite: without `resume`, remove the stages of an interrupted run.
 
     Attributes:
         notes: the warnings of the run so far. Each stage keeps them, and brings them back.
         resumed: whether the folder held stages of an interrupted run.
         output: the folder that the run will write, or None.
+        removed: number of finished stages of an interrupted run that were removed.
 
     Raises:
-        UserError: another process writes the same output, or the folder cannot be written.
+        UserError: another process writes the same output, or the folder cannot be written; or there are finished
+            stages, and neither `resume` nor `overwrite` says what becomes of them.
     """
 
-    def __init__(self, output: str | Path | None = None, *, resume: bool = False):
+    def __init__(self, output: str | Path | None = None, *, resume: bool = False, overwrite: bool = False):
         self.notes: list[str] = []
         self.output: Path | None = None
         self.folder: Path | None = None
         self.resumed = False
+        self.removed = 0
         if output is None:
             return
         self.output = output = Path(output).resolve()
@@ -63,9 +67,20 @@ class RunState:
                     f"another process is writing {output}; wait for it, or choose another --output"
                 ) from error
             if not resume:
-                for path in paths:
-                    path.unlink(missing_ok=True)
+                self._start_over(paths, overwrite)
             self.resumed = resume and bool(paths)
+
+    def _start_over(self, paths: list[Path], overwrite: bool) -> None:
+        """Removes the files that an earlier run left, unless they hold finished work that nobody gave up."""
+        self.removed = sum(path.suffix == ".safetensors" and path != self._path(_RUN) for path in paths)
+        if self.removed and not overwrite:
+            self._lock.close()
+            raise UserError(
+                f"an interrupted run left finished work in {self.folder}; go on with it by --resume, or start over by "
+                f"--overwrite, which removes it"
+            )
+        for path in paths:
+            path.unlink(missing_ok=True)
 
     def __enter__(self) -> RunState:
         return self
@@ -98,7 +113,7 @@ class RunState:
             if facts.get(key) != before.get(key):
                 raise UserError(
                     f"the interrupted run had {key} {_short(before.get(key))}, this one has {_short(facts.get(key))}; "
-                    f"give the same command, or start over without --resume"
+                    f"give the same command, or start over by --overwrite"
                 )
 
     def recall(self, stage: str) -> tuple[dict[str, Tensor], dict] | None:
@@ -123,7 +138,7 @@ class RunState:
             self.notes += [note for note in facts["notes"] if note not in self.notes]
             return tensors, facts["facts"]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise UserError(f"{path} is broken ({one_line(error)}); start over without --resume") from error
+            raise UserError(f"{path} is broken ({one_line(error)}); start over by --overwrite") from error
 
     def keep(self, stage: str, tensors: Mapping[str, Tensor], facts: object = None) -> None:
         """Writes a stage. An existing stage of that name is replaced.

@@ -26,6 +26,7 @@ from ..model.plain import check_plain
 from ..model.targets import find_targets
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
+from ..terminal import say
 from ..text.sources import file_sha256
 from .recipe import Recipe, describe
 
@@ -109,7 +110,7 @@ def run(
         path, label = _cell_path(sweep, config), describe(config, recipe.cells)
         if not path.is_file():
             if progress:
-                print(f"cell {number} of {len(recipe.cells)}: {label}, seed {config.seed}", flush=True)
+                say(f"cell {number} of {len(recipe.cells)}: {label}, seed {config.seed}")
             dense = _dense_figures(sweep, config)
             try:
                 cell = _pruned_figures(sweep, _with_bos(config, dense), shared)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..engine.decode import Decoder, cache_bytes
 from ..engine.device import evaluating, model_device
@@ -16,6 +15,7 @@ from ..engine.memory import free_memory
 from ..engine.resume import Unfinished
 from ..errors import UserError, show
 from ..model.targets import check_length
+from ..progress import progress_bar
 
 _END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
 _ON_CPU = 16  # sequences at a time; a constant, so that free memory does not change the text
@@ -52,7 +52,7 @@ def sample_tokens(
         nsamples: number of windows.
         seqlen: tokens in each.
         seed: of the draws.
-        progress: show a bar, where standard error is a terminal.
+        progress: show a bar or lines of progress on standard error.
         unfinished: saves the finished windows about every minute, for an interrupted run; None: never.
 
     Returns:
@@ -68,14 +68,8 @@ def sample_tokens(
     )
     saved = None if unfinished is None else unfinished.load()
     tokens = torch.empty(0, seqlen, dtype=torch.int64, device="cpu") if saved is None else saved[0]["tokens"]
-    bar = tqdm(
-        total=uniforms.numel(),
-        initial=tokens.numel(),
-        desc="sample",
-        unit="tok",
-        unit_scale=True,
-        disable=None if progress else True,
-    )
+    label = "write text" if progress else None
+    bar = progress_bar(total=uniforms.numel(), initial=tokens.numel(), label=label, unit="tokens")
     with evaluating(model), bar:
         size, decoder = _batch_size(model, nsamples, seqlen, start_token), None
         while len(tokens) < nsamples:
