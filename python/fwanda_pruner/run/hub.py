@@ -36,9 +36,7 @@ def open_repository(name: str) -> str:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(
-            f"--push-to-hub must be NAME or OWNER/NAME, got {show(name)}: {one_line(error)}"
-        ) from error
+        raise UserError(f"--push-to-hub must be NAME or OWNER/NAME, got {show(name)}: {one_line(error)}") from error
     if not get_token():
         raise UserError("--push-to-hub needs a token of the Hugging Face Hub: run `hf auth login`, or set HF_TOKEN")
     with _hub_errors(f"--push-to-hub {name}"):
