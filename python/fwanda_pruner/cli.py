@@ -98,7 +98,7 @@ def _add_prune(commands) -> None:
     parser.add_argument(
         "--statistics",
         metavar="FILE",
-        help="statistics of the dense model, written by `fwanda calibrate`; --order then defaults to onepass",
+        help="statistics of the dense model, written by `fwanda calibrate`: they are not measured again",
     )
     _add_settings(parser, *GROUPS)
 

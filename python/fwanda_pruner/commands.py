@@ -57,8 +57,11 @@ def prune(args: argparse.Namespace) -> None:
     if not config.eval and (config.eval_windows or config.eval_seqlen):
         raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
     from .formats.files import check_output
-    from .measure.statistics import Statistics
+    from .measure.statistics import Statistics, check_uses_statistics
 
+    resolved = config.resolved()
+    if args.statistics:
+        check_uses_statistics(resolved)
     if _is_finished(args, config):
         return print(f"finished    {args.output} holds the result of this command, with the zeros of its report")
     if not args.dry_run:
@@ -71,7 +74,6 @@ def prune(args: argparse.Namespace) -> None:
         )
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
-    resolved = config.resolved()
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
     _check_texts(
         calibration=config.calibration if reads_calibration else (),

@@ -19,11 +19,16 @@ def model_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module into evaluation mode inside the block, and back into its own mode afterwards."""
+    """Puts every module into evaluation mode inside the block, and back into its own mode afterwards.
+
+    Modes of torch that the caller may have set have no effect inside: inference mode, no_grad and autocast.
+    """
+    plain = torch.autocast(model_device(model).type, enabled=False)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad(), plain:
+            yield
     finally:
         for module, training in modes.items():
             module.training = training

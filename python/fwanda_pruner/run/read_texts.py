@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from ..engine.engine import Engine
 from ..errors import UserError
 from ..evaluate.perplexity import check_tokens, choose_bos
 from ..model.targets import check_length
+from ..notes import warn
 from ..source_shares import OWN_TEXT, counts_of, interleaved
 from ..text.domains import REPORTED, Domain, choice_windows, split_windows
 from ..text.windows import (
@@ -41,7 +41,7 @@ def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int
         config, calibration, domains: as read_texts().
     """
     names = [source.name for source in config.sources]
-    if OWN_TEXT in names and (calibration or (domains and config.compares_with_wanda)):
+    if OWN_TEXT in names and (calibration or (domains and config.reads_text)):
         return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + REPORTED + choice_windows(1)
     return REPORTED + _choice(config, config.guards) if domains and OWN_TEXT in config.guards else 0
 
@@ -91,7 +91,7 @@ def read_texts(
         windows[name], bos = reader.evaluation(source, bos)
     found: list[Domain] = []
     if domains:
-        if mix is None and config.compares_with_wanda:
+        if mix is None and config.reads_text:
             mix, bos = reader.mix_if_readable(bos)
         found, bos = reader.domains(mix, bos)
     return Texts(mix.tokens if calibration else None, mix.labels if calibration else None, windows, tuple(found), bos)
@@ -179,11 +179,11 @@ class _Reader:
         return self.decided(self._mix, bos, self.sources.calibration)
 
     def mix_if_readable(self, bos: bool | None) -> tuple[_Mix | None, bool | None]:
-        """The calibration text, which only the comparison needs: if it cannot be read, a warning says so."""
+        """The calibration text, which only the domains need: if it cannot be read, a warning says so."""
         try:
             return self.mix(bos)
         except UserError as error:
-            warnings.warn(f"the result is not compared with Wanda's on the calibration text: {error}", stacklevel=3)
+            warn(f"the losses on the calibration text are not measured: {error}")
             return None, bos
 
     def _mix(self, *, bos: bool) -> _Mix:
@@ -231,7 +231,7 @@ class _Reader:
             except UserError as error:
                 if self.config.guard is not None:
                     raise
-                warnings.warn(f"the guard {name} is left out: {error}", stacklevel=3)
+                warn(f"the guard {name} is left out: {error}")
                 continue
             calibrated = self.config.reads_text and name in names
             found.append(self._domain(name, guard.tokens, calibrated=calibrated, unread=not calibrated))

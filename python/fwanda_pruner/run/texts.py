@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from ..config import PruneConfig
 from ..errors import UserError
 from ..measure.statistics import Statistics
+from ..notes import warn
 from ..setting_checks import flag
 from ..source_shares import parse_sources
 from ..text.domains import Domain
@@ -84,7 +84,7 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
     if calibration is not None and not isinstance(calibration, Tensor):
         config = replace(config, calibration=calibration)
     if statistics is not None:
-        config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
+        config = replace(config, fisher=config.fisher or statistics.fisher).resolved()
         read = {} if statistics.fisher_samples is None else {"fisher_samples": statistics.fisher_samples}
         if not config.runs_blocks:
             read |= statistics.text
@@ -131,7 +131,7 @@ def _warn_of_other_text(config: PruneConfig, read: dict) -> None:
         if asked not in (value, defaults[name]):
             asked, value = (", ".join(x) if isinstance(x, tuple) else x for x in (asked, value))
             of = flag(name)
-            warnings.warn(f"{of} {asked} has no effect: the statistics are of {of} {value}", stacklevel=4)
+            warn(f"{of} {asked} has no effect: the statistics are of {of} {value}")
 
 
 def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> Sources:

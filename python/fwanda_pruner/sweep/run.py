@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..evaluate.perplexity import check_dense
 from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
 from ..model.targets import find_targets
+from ..notes import warn
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
 from ..text.sources import file_sha256
@@ -115,6 +115,9 @@ def run(
                 raise UserError(f"{label}: {error}") from error
             finally:
                 _restore(engine, weights)
+            if note := _damage(sweep, config, cell, dense):
+                warn(f"{label}: {note}")
+                cell["report"]["warnings"].append(note)
             _write(path, {"model": source, **cell, "dense": dense})
         cells[config] = _read(path, _CELL_KEYS)
     return [cells[config] for config in recipe.cells]
@@ -200,9 +203,16 @@ def _dense_figures(sweep: _Sweep, config: PruneConfig) -> dict:
     vocabulary = sweep.model.config.get_text_config().vocab_size
     for text in figures["perplexity"]:
         if note := check_dense(text["perplexity"], vocabulary, text["source"]):
-            warnings.warn(note, stacklevel=2)
+            warn(note)
     _write(path, figures)
     return figures
+
+
+def _damage(sweep: _Sweep, config: PruneConfig, cell: dict, dense: dict) -> str | None:
+    """What check_pruned() says of a cell; in a recipe of several sparsities, a lower one that it should be tried at."""
+    texts = zip(dense["perplexity"], cell["perplexity"], strict=True)
+    measured = {before["source"]: (before["perplexity"], after["perplexity"]) for before, after in texts}
+    return check_pruned(measured, sweep.model.config.get_text_config().vocab_size, config)
 
 
 def _measured(sweep: _Sweep, config: PruneConfig) -> dict:

@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..notes import warn
 from .sources import NAMED, load_documents
 
 # Characters. A tokenizer needs some hundred bytes of memory for each. A document longer than _WHOLE (WikiText-2 has
@@ -224,10 +224,7 @@ def _draw_from_stream(stream: Tensor, nsamples: int, length: int, seed: int) -> 
     if nsamples <= windows:
         starts = torch.randperm(windows, generator=generator)[:nsamples] * length
     else:
-        warnings.warn(
-            f"the text has {windows} windows of {length} tokens, nsamples is {nsamples}: drawing from random offsets",
-            stacklevel=3,
-        )
+        warn(f"the text has {windows} windows of {length} tokens, nsamples is {nsamples}: drawing from random offsets")
         starts = torch.randint(stream.numel() - length + 1, (nsamples,), generator=generator)
     return stream.unfold(0, length, 1)[starts]
 
@@ -300,4 +297,4 @@ def _require_one_window(source: str, stream: Tensor, length: int) -> None:
 def warn_if_few(nsamples: int) -> None:
     """Warns of a calibration with few windows."""
     if nsamples < _FEW_SAMPLES:
-        warnings.warn(f"{nsamples} calibration samples are few: use at least {_FEW_SAMPLES}", stacklevel=3)
+        warn(f"{nsamples} calibration samples are few: use at least {_FEW_SAMPLES}")
