@@ -84,7 +84,8 @@ def with_sources(config: PruneConfig, calibration, eval, statistics: Statistics 
     if calibration is not None and not isinstance(calibration, Tensor):
         config = replace(config, calibration=calibration)
     if statistics is not None:
-        config = replace(config, fisher=config.fisher or statistics.fisher).resolved()
+        order, fisher = config.order or config.traits.order, config.fisher or statistics.fisher
+        config = replace(config, order=order, fisher=fisher)
         read = {} if statistics.fisher_samples is None else {"fisher_samples": statistics.fisher_samples}
         if not config.runs_blocks:
             read |= statistics.text
