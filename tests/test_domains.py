@@ -159,6 +159,33 @@ def test_a_loss_that_is_not_finite_is_null(text, guard, monkeypatch):
     json.dumps(report.to_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("more, said", [(0.0009, False), (0.0011, True)])
+def test_a_difference_that_no_table_shows_gives_no_warning(more, said, text, guard, monkeypatch):
+    measured = stages.domain_losses
+
+    def close(engine, windows, masks=None):
+        losses = measured(engine, windows)
+        return {name: 4.0 if masks else 4.0 + more for name in losses}
+
+    monkeypatch.setattr(stages, "domain_losses", close)
+    _, report = prune(text, guard)
+    assert any("worse than Wanda" in line for line in report.warnings) == said
+
+
+@pytest.mark.fault("damage")
+@pytest.mark.parametrize("settings", [{"eval": True}, {"eval": False}, {"eval": False, "no_check": True}], ids=str)
+def test_a_run_that_damages_the_model_says_so_by_its_perplexity_else_by_its_domains(settings):
+    windows, evaluated = tiny.tokens(16, LENGTH), settings.pop("eval")
+    for sparsity, damaged in ((0.9, "no_check" not in settings), (0.1, False)):
+        model = tiny.trained(tiny.llama(), windows)
+        report = fwanda_pruner.prune(
+            model, calibration=windows, eval=windows if evaluated else None, method="wanda", sparsity=sparsity,
+            progress=False, **settings,
+        )  # fmt: skip
+        said = [line for line in report.warnings if line.startswith("pruning has damaged the model: perplexity")]
+        assert len(said) == damaged and all(" on tokens, " in line for line in said)
+
+
 # Text that is short or missing
 
 

@@ -200,7 +200,7 @@ def test_saved_statistics_give_the_same_masks(settings, tmp_path):
     loaded = fwanda_pruner.Statistics.load(tmp_path / "s.safetensors")
     report = fwanda_pruner.prune(later, statistics=loaded, sparsity=0.6, progress=False, **settings)
     assert all(torch.equal(a, b) for a, b in zip(direct.parameters(), later.parameters(), strict=True))
-    assert  report.tokens_sha256 == loaded.tokens_sha256 is not None
+    assert report.tokens_sha256 == loaded.tokens_sha256 is not None
 
 
 def test_text_settings_that_statistics_make_void_are_said():

@@ -46,13 +46,13 @@ def expect_tokenizer(tokenizer: Any, *, needed: bool = False) -> None:
     raise UserError(f"tokenizer must be a Hugging Face tokenizer, got {type(tokenizer).__name__}{inside}")
 
 
-def expect_type(name: str, value: Any, kind: type, advice: str) -> None:
-    """Refuses a value that is neither None nor of a type.
+def expect_type(name: str, value: Any, kind: type, advice: str, *, needed: bool = False) -> None:
+    """Refuses a value of another type; None, which stands for no value, only if one is needed.
 
     Raises:
         UserError: naming the argument.
     """
-    if value is not None and not isinstance(value, kind):
+    if not isinstance(value, kind) and (value is not None or needed):
         raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}; {advice}")
 
 

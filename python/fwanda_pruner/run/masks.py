@@ -29,7 +29,7 @@ def masks(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
         UserError: the model has not the matrices of the report.
     """
     expect_model(model)
-    expect_type("report", report, Report, "give what prune() returned")
+    expect_type("report", report, Report, "give what prune() returned", needed=True)
     weights = {target.name: target for target in find_targets(model)[0]}
     for row in report.matrices:
         if row.skipped is not None:
