@@ -129,13 +129,13 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "damage": (
         "The pruned model has collapsed, and nothing says so",
-        "a warning names the worst text, how much worse it is and what to try: from four times the dense perplexity on, "
-        "or near guessing; by the domains where there is no evaluation text, and for each cell of a sweep",
+        "a warning names the worst text, how much worse it is and what to try: from four times the dense perplexity "
+        "on, or near guessing; by the domains where there is no evaluation text, and for each cell of a sweep",
     ),
     "existing zeros": (
         "Pruning a model that is already sparse gives removed weights back, or removes more than was asked",
-        "zeros stay zeros and count as removed first, for every method; where they make more zeros than were asked for, "
-        "the report says so",
+        "zeros stay zeros and count as removed first, for every method; where they make more zeros than were asked "
+        "for, the report says so",
     ),
     "unused statistics": (
         "Given statistics change the order of the run, or are not used",

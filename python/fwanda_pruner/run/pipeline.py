@@ -5,10 +5,8 @@ text -> windows -> engine -> sums -> budgets or masks -> block loop -> record
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +14,9 @@ from torch import Tensor, nn
 from ..allocate.budgets import ScoreScales, count_floored_rows
 from ..allocate.search import Choice
 from ..config import CALIBRATION, PruneConfig, settings_of
-from ..engine.all_weights import WeightCounts, check_finite, count_weights, count_zeros
+from ..engine.all_weights import WeightCounts, check_finite, count_weights
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
-from ..engine.loop import PassRecord
 from ..errors import UserError
 from ..evaluate.perplexity import engine_perplexity
 from ..measure.statistics import Statistics
@@ -27,10 +24,10 @@ from ..methods.job import Inputs
 from ..model.arguments import expect_model, expect_tokenizer, expect_type
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
 from ..notes import recording, warn
-from ..report.record import MatrixRow, Report, versions
-from ..text.windows import tokens_sha256
-from . import stages
+from ..report.record import Report
+from . import outcome, stages
 from .energy import EnergyMeter
+from .outcome import Pruned
 from .read_texts import own_windows, read_texts
 from .stage import Stages
 from .state import RunState
@@ -152,11 +149,11 @@ def run_prune(
         dense = stages.dense_perplexity(stage, engine, texts)
         with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
             pruned = _prune(stage, engine, config, texts, statistics, choice)
-        perplexity = _perplexity(texts, dense, stages.pruned_perplexity(stage, engine, texts), tokenizer)
-        stages.warn_of_zeros(pruned.rows)
-        stages.warn_of_damage(config, model, perplexity, pruned.domains)
-        rows = [*pruned.rows, *map(_skipped_row, skipped)]
-        report = _report(stage, engine, config, texts, pruned, rows, perplexity, energy, sampling_energy)
+        perplexity = outcome.perplexity(texts, dense, stages.pruned_perplexity(stage, engine, texts), tokenizer)
+        outcome.warn_of_zeros(pruned.rows)
+        outcome.warn_of_damage(config, model, perplexity, pruned.domains)
+        rows = [*pruned.rows, *map(outcome.skipped_row, skipped)]
+        report = outcome.report(stage, engine, config, texts, pruned, rows, perplexity, energy, sampling_energy)
     return report, pruned.choice
 
 
@@ -170,33 +167,9 @@ def _running(model: nn.Module, config: PruneConfig, notes: list[str]) -> Iterato
         yield
 
 
-@dataclass(frozen=True)
-class _Pruned:
-    """What the stages from calibration to the comparison found.
-
-    Attributes:
-        config: the settings, with the allocation that a search chose.
-        statistics: measured or given; None if the method needs none.
-        choice: of the search; None without one.
-        passes: how calibration ran; None without calibration.
-        floored_rows, row_histogram, refit, domains: as in Report.
-        rows: of the record, one for each pruned matrix.
-    """
-
-    config: PruneConfig
-    statistics: Statistics | None
-    choice: Choice | None
-    passes: PassRecord | None
-    floored_rows: int | None
-    rows: list[MatrixRow]
-    row_histogram: list[int]
-    refit: dict | None
-    domains: list[dict]
-
-
 def _prune(
     stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, given: Statistics | None, choice: Choice | None
-) -> _Pruned:
+) -> Pruned:
     """Measures, chooses masks and prunes; given: statistics, choice: of an earlier run."""
     statistics, passes = stages.statistics(stage, engine, config, texts, given)
     judge = stages.judge(stage, engine, config, texts, statistics, choice)
@@ -211,53 +184,7 @@ def _prune(
     domains = stages.domains(stage, engine, config, texts, before)
     floored = _floored_rows(settled, scales, statistics, engine.targets)
     passes = passes or gradient_passes
-    return _Pruned(settled, statistics, choice, passes, floored, rows, row_histogram, refitted, domains)
-
-
-def _perplexity(texts: Texts, dense: dict[str, float], pruned: dict[str, float], tokenizer) -> list[dict]:
-    """Report.perplexity."""
-    return [
-        {"source": source, "dense": dense[source], "pruned": pruned[source]} | protocol(windows, texts.bos, tokenizer)
-        for source, windows in texts.evaluation.items()
-    ]
-
-
-def _report(
-    stage: Stages,
-    engine: Engine,
-    config: PruneConfig,
-    texts: Texts,
-    pruned: _Pruned,
-    rows: list[MatrixRow],
-    perplexity: list[dict],
-    energy: EnergyMeter,
-    sampling_energy: dict,
-) -> Report:
-    """The record of a run whose model is pruned."""
-    energy_details, counts = energy.to_dict(), count_weights(engine)
-    energy_details["phases"] = sampling_energy | energy_details["phases"]
-    chosen = None if pruned.choice is None else pruned.choice.to_dict()
-    return Report(
-        config={**_described(engine.model, config, engine), "chosen": chosen},
-        matrices=rows,
-        block_parameters=counts.block_parameters,
-        model_parameters=counts.parameters,
-        model_zeros=counts.zeros,
-        perplexity=perplexity,
-        seconds=dict(stage.seconds),
-        peak_memory_bytes=_peak_memory(stage, engine.device),
-        energy=energy.result,
-        energy_details=energy_details,
-        versions=versions(engine.device),
-        tokens_sha256=_calibration_sha256(texts, pruned.statistics),
-        bos=texts.bos,
-        warnings=list(stage.notes),
-        omega_floored_rows=pruned.floored_rows,
-        domains=pruned.domains,
-        passes=None if pruned.passes is None else asdict(pruned.passes),
-        refit=pruned.refit,
-        row_histogram=pruned.row_histogram,
-    )
+    return Pruned(settled, statistics, choice, passes, floored, rows, row_histogram, refitted, domains)
 
 
 def _check_arguments(model, tokenizer) -> None:
@@ -384,19 +311,6 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     return targets, skipped
 
 
-def _described(model: nn.Module, config: PruneConfig, engine: Engine) -> dict:
-    """The settings of a run, with its model, and with the device and dtype that it used in place of "auto"."""
-    dtype = str(engine.targets[0].module.weight.dtype).removeprefix("torch.")
-    name = model.config.name_or_path
-    return {"model": name, **config.to_dict(), "device": str(engine.device), "dtype": dtype}
-
-
-def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | None:
-    if texts.calibration is not None:
-        return tokens_sha256(texts.calibration)
-    return None if statistics is None else statistics.tokens_sha256
-
-
 def _floored_rows(
     config: PruneConfig, scales: ScoreScales | None, statistics: Statistics | None, targets: list[Target]
 ) -> int | None:
@@ -406,19 +320,8 @@ def _floored_rows(
     return count_floored_rows(statistics, [target.name for target in targets])
 
 
-def _skipped_row(item: Skipped) -> MatrixRow:
-    size = sum(p.numel() for p in item.parameters)
-    return MatrixRow(item.name, item.shape, size, size, sum(count_zeros(item.parameters)), skipped=item.reason)
-
-
 def _zero_shares(counts: WeightCounts) -> dict[str, float]:
     return {
         "matrices": counts.target_zeros / counts.target_parameters,
         "model": counts.zeros / counts.parameters,
     }
-
-
-def _peak_memory(stage: Stages, device: torch.device) -> int:
-    if device.type == "cuda":
-        return stage.peak_bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

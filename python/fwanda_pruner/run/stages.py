@@ -6,7 +6,6 @@ Each takes `stage`, which times it and brings back its result from an interrupte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +20,7 @@ from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine, make_engine
 from ..engine.loop import PassRecord
 from ..errors import UserError
-from ..evaluate.perplexity import check_dense, check_pruned, engine_perplexity, perplexity_of
+from ..evaluate.perplexity import check_dense, engine_perplexity
 from ..measure.statistics import Statistics, check_uses_statistics, measure_statistics
 from ..measure.token_weights import measure_token_sq_grads
 from ..methods.block_loop import prune_blocks
@@ -40,7 +39,6 @@ from .stage import StageName, Stages
 from .state import RunState
 from .texts import Sources, Texts
 
-_FEW_ZEROS = 0.0005  # share of the weights
 _SHOWN = 0.001  # nats: smaller differences between losses are not shown
 
 
@@ -377,38 +375,6 @@ def _worse_than_wanda(config: PruneConfig, domain: Domain, losses: Losses) -> st
         f"worse than Wanda on {where}: the loss is {losses['pruned']:.3f}, with Wanda's masks {losses['wanda']:.3f}"
         f"{advice}"
     )
-
-
-def warn_of_zeros(rows: Sequence[MatrixRow]) -> None:
-    """Warns where zeros that were there before make the result sparser than was asked.
-
-    Args:
-        rows: of the pruned matrices.
-    """
-    numel = sum(row.numel for row in rows)
-    before = sum(row.zeros_before for row in rows) / numel
-    asked = sum(row.numel - row.asked for row in rows) / numel
-    found = sum(row.zeros for row in rows) / numel
-    if before >= _FEW_ZEROS and found - asked >= _FEW_ZEROS:
-        warn(
-            f"{found:.2%} of the weights of the pruned matrices are 0, and {asked:.2%} were asked for: {before:.2%} "
-            f"were 0 before, zeros stay 0, and some rows, groups or matrices held more of them than they should lose"
-        )
-
-
-def warn_of_damage(config: PruneConfig, model: nn.Module, perplexity: Sequence[dict], domains: Sequence[dict]) -> None:
-    """Warns of a pruned model that is much worse than the dense one: on the evaluation texts, else on the domains.
-
-    Args:
-        config: of the run.
-        model: the model.
-        perplexity, domains: as in Report.
-    """
-    measured = {text["source"]: (text["dense"], text["pruned"]) for text in perplexity}
-    if not measured:
-        measured = {d["source"]: (perplexity_of(d["dense"]), perplexity_of(d["pruned"])) for d in domains}
-    if note := check_pruned(measured, model.config.get_text_config().vocab_size, config):
-        warn(note)
 
 
 def pruned_perplexity(stage: Stages, engine: Engine, texts: Texts) -> dict[str, float]:
