@@ -80,6 +80,20 @@ def test_a_model_that_is_as_sparse_as_asked_keeps_every_bit(method):
 
 
 @pytest.mark.fault("existing zeros")
+@pytest.mark.parametrize("sparsity", [0.5, 0.6])
+def test_zeros_that_lie_unevenly_in_blocks_of_columns_are_removed_first(sparsity):
+    """The walk has a share for each block of 128 columns; a block with more zeros leaves less to the others."""
+    model = tiny.llama(hidden_size=256, intermediate_size=320)
+    zeros = {target.name: target.weight.abs() < target.weight.abs().median() for target in find_targets(model)[0]}
+    for target in find_targets(model)[0]:
+        target.weight.masked_fill_(zeros[target.name], 0)
+    report = prune(model, method="sparsegpt", sparsity=sparsity)
+    for row, target in zip(report.matrices, find_targets(model)[0], strict=True):
+        assert not target.weight[zeros[row.name]].any()
+        assert row.kept_zero == 0 and row.zeros == row.numel - row.asked
+
+
+@pytest.mark.fault("existing zeros")
 def test_half_of_a_half_pruned_model_is_explained():
     """Zeros lie unevenly in the rows, and Wanda removes half of each row."""
     model, _ = sparse("half of each matrix")

@@ -115,8 +115,9 @@ def _prune_matrix(job: GroupJob, target: Target, factor: Tensor) -> None:
 def _prune_with_zeros(weight: Tensor, factor: Tensor, row_weight: Tensor | None, selection: dict) -> None:
     """fk.obs_prune_() under the rule that weights which are 0 before stay 0, and count as removed first.
 
-    A walk that brings some of them back is repeated under a fixed mask: without the zeros, and without as many of the
-    weights that the first walk removed as the selection still asks for, those with the smallest scores.
+    A walk that brings some of them back, or removes others in their place, is repeated under a fixed mask: without the
+    zeros, and without as many of the weights that the first walk removed as the selection still asks for, those with
+    the smallest scores.
 
     Args:
         weight: [R, C], pruned in place.
@@ -127,19 +128,33 @@ def _prune_with_zeros(weight: Tensor, factor: Tensor, row_weight: Tensor | None,
     zero = weight == 0
     dense = weight.clone() if bool(zero.any()) else None
     fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **selection)
-    if dense is None or not bool((zero & (weight != 0)).any()):
+    if dense is None:
+        return
+    nonzero = weight != 0
+    if not bool((zero & nonzero).any()) and int(nonzero.sum()) == _kept(weight, selection):
         return
     score = dense.float().square() / factor.diagonal().square()
     score = (score if row_weight is None else score * row_weight[:, None]).sqrt_()
-    removed = (weight == 0) & ~zero
+    removed = ~(nonzero | zero)
     score = torch.where(removed, score, 2 * score.max() + 1).masked_fill_(zero | (factor.diagonal() < 0), 0)
     weight.copy_(dense)
     fk.obs_prune_(weight, factor=factor, mask=_lowest_removed(score, selection) & ~zero)
 
 
+def _kept(weight: Tensor, selection: dict) -> int:
+    """Weights that a selection keeps of a matrix."""
+    rows, cols = weight.shape
+    if "pattern" in selection:
+        n, m = selection["pattern"]
+        return rows * (cols // m * n + cols % m)
+    if "keep" in selection:
+        return int(selection["keep"].sum())
+    return keep_total(rows * cols, selection["sparsity"])
+
+
 def _lowest_removed(score: Tensor, selection: dict) -> Tensor:
     """[R, C] bool: False for the lowest scores [R, C] fp32, as many as a selection removes."""
-    rows, cols = score.shape
+    cols = score.shape[1]
     ones = torch.ones(cols, device=score.device)
     if "pattern" in selection:
         n, m = selection["pattern"]
@@ -149,8 +164,7 @@ def _lowest_removed(score: Tensor, selection: dict) -> Tensor:
         return mask
     keep = selection.get("keep")
     if keep is None:
-        total = keep_total(rows * cols, selection["sparsity"])
-        (keep,) = fk.select_threshold([score], [torch.ones(rows, device=score.device)], [ones], total)
+        (keep,) = fk.select_threshold([score], [torch.ones_like(score[:, 0])], [ones], _kept(score, selection))
     return fk.row_topk_mask(score, ones, keep)
 
 
