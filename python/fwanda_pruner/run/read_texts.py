@@ -41,7 +41,7 @@ def own_windows(config: PruneConfig, *, calibration: bool, domains: bool) -> int
         config, calibration, domains: as read_texts().
     """
     names = [source.name for source in config.sources]
-    if OWN_TEXT in names and (calibration or (domains and config.reads_text)):
+    if OWN_TEXT in names and (calibration or (domains and config.compares_with_wanda)):
         return counts_of(config.sources, config.nsamples)[names.index(OWN_TEXT)] + REPORTED + choice_windows(1)
     return REPORTED + _choice(config, config.guards) if domains and OWN_TEXT in config.guards else 0
 
@@ -91,10 +91,16 @@ def read_texts(
         windows[name], bos = reader.evaluation(source, bos)
     found: list[Domain] = []
     if domains:
-        if mix is None and config.reads_text:
+        if mix is None and _is_domain(config):
             mix, bos = reader.mix_if_readable(bos)
         found, bos = reader.domains(mix, bos)
     return Texts(mix.tokens if calibration else None, mix.labels if calibration else None, windows, tuple(found), bos)
+
+
+def _is_domain(config: PruneConfig) -> bool:
+    """Whether the calibration text is a domain where statistics are given. Wanda alone has no text written for that."""
+    written = OWN_TEXT in [source.name for source in config.sources]
+    return config.compares_with_wanda or (config.reads_text and not written)
 
 
 @dataclass(frozen=True)
