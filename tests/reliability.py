@@ -161,6 +161,32 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "each run compares losses on text of several domains; it warns where Wanda is better and says what helps. A "
         "search avoids allocations that harm a guard",
     ),
+    "damage": (
+        "The pruned model has collapsed, and nothing says so",
+        "a warning names the worst text, how much worse it is and what to try: from four times the dense perplexity "
+        "on, or near guessing; by the domains where there is no evaluation text, and for each cell of a sweep",
+    ),
+    "existing zeros": (
+        "Pruning a model that is already sparse gives removed weights back, or removes more than was asked",
+        "zeros stay zeros and count as removed first, for every method; where they make more zeros than were asked "
+        "for, the report says so",
+    ),
+    "unused statistics": (
+        "Given statistics change the order of the run, or are not used",
+        "they replace only what is not measured again; where nothing reads them, one line before the model is loaded",
+    ),
+    "odd calls": (
+        "The Python functions are called with other types, or in other modes of torch and of the model",
+        "one line that names the argument; modes and states change no bit and are there again afterwards",
+    ),
+    "warnings": (
+        "Warnings ignore the filters of the caller and point into the package",
+        "they obey the filters and point at the line that calls the package; the report has all of them",
+    ),
+    "threads": (
+        "Two runs in two threads mix their warnings",
+        "each report has its own",
+    ),
     "kill -9": (
         "`kill -9` at a random moment, one to three times in a run",
         "the weights and the report are the same and nothing is left behind; `python tests/kill.py 50` tries 50 runs",

@@ -231,6 +231,14 @@ def check_one_line(capsys, expected):
     assert "Traceback" not in error
 
 
+@pytest.mark.fault("unused statistics")
+@pytest.mark.parametrize("method", ["sparsegpt", "magnitude"])
+def test_statistics_that_the_method_does_not_read_are_refused_before_the_model_is_read(method, tmp_path, capsys):
+    command = ["prune", str(tmp_path / "no-model"), "--method", method, "--statistics", str(tmp_path / "none")]
+    assert main([*command, "--output", str(tmp_path / "out")]) == 2
+    check_one_line(capsys, "so it uses no statistics; leave them out")
+
+
 @pytest.mark.parametrize(("text", "expected"), [("empty.txt", "empty.txt"), ("short.txt", "short.txt has 5 tokens")])
 def test_text_that_is_too_short(text, expected, folder, tmp_path, capsys):
     assert main(arguments(folder, tmp_path / "out", "--calibration", str(folder / text))) == 2

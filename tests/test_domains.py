@@ -121,16 +121,11 @@ def test_with_given_statistics_the_domains_are_those_of_the_run_that_measured(te
         assert one == other and len(one) == 2
 
 
-def test_wanda_with_given_statistics_reads_the_guards_alone(text, guard, tmp_path):
-    """The calibration text is not read again; a guard of the same name is, but not as unread text."""
-    config = PruneConfig(calibration=text, nsamples=20, seqlen=LENGTH, bos="none")
+def test_wanda_with_given_statistics_has_the_domains_of_the_run_that_measured(text, guard):
+    config = PruneConfig(calibration=text, **SETTINGS)
     statistics = fwanda_pruner.collect(tiny.llama(), tiny.tokenizer(), config=config, progress=False)
-    _, report = prune(text, (guard, text), method="wanda", statistics=statistics)
-    assert [(d["source"], d["calibrated"], d["unread"]) for d in report.domains] == [
-        (guard, False, True), (text, True, False),
-    ]  # fmt: skip
-    (tmp_path / "text.txt").unlink()
-    assert list(by_source(prune(text, guard, method="wanda", statistics=statistics)[1])) == [guard]
+    one, other = (prune(text, guard, method="wanda", statistics=given)[1].domains for given in (None, statistics))
+    assert one == other and [(d["source"], d["calibrated"]) for d in one] == [(text, True), (guard, False)]
 
 
 def test_with_a_pattern_too(text, guard):
@@ -164,6 +159,33 @@ def test_a_loss_that_is_not_finite_is_null(text, guard, monkeypatch):
     json.dumps(report.to_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("more, said", [(0.0009, False), (0.0011, True)])
+def test_a_difference_that_no_table_shows_gives_no_warning(more, said, text, guard, monkeypatch):
+    measured = stages.domain_losses
+
+    def close(engine, windows, masks=None):
+        losses = measured(engine, windows)
+        return {name: 4.0 if masks else 4.0 + more for name in losses}
+
+    monkeypatch.setattr(stages, "domain_losses", close)
+    _, report = prune(text, guard)
+    assert any("worse than Wanda" in line for line in report.warnings) == said
+
+
+@pytest.mark.fault("damage")
+@pytest.mark.parametrize("settings", [{"eval": True}, {"eval": False}, {"eval": False, "no_check": True}], ids=str)
+def test_a_run_that_damages_the_model_says_so_by_its_perplexity_else_by_its_domains(settings):
+    windows, evaluated = tiny.tokens(16, LENGTH), settings.pop("eval")
+    for sparsity, damaged in ((0.9, "no_check" not in settings), (0.1, False)):
+        model = tiny.trained(tiny.llama(), windows)
+        report = fwanda_pruner.prune(
+            model, calibration=windows, eval=windows if evaluated else None, method="wanda", sparsity=sparsity,
+            progress=False, **settings,
+        )  # fmt: skip
+        said = [line for line in report.warnings if line.startswith("pruning has damaged the model: perplexity")]
+        assert len(said) == damaged and all(" on tokens, " in line for line in said)
+
+
 # Text that is short or missing
 
 
@@ -181,7 +203,7 @@ def test_without_the_text_of_its_statistics_the_run_goes_on_with_a_warning(text,
     (tmp_path / "text.txt").unlink()
     _, report = prune(None, guard, statistics=statistics, sparsity=0.5, calibration=None)
     assert list(by_source(report)) == [guard] and report.sparsity["matrices"] == 0.5
-    said = [line for line in report.warnings if "is not compared with Wanda's on the calibration text: " in line]
+    said = [line for line in report.warnings if "the losses on the calibration text are not measured: " in line]
     assert len(said) == 1 and "text.txt" in said[0]
 
 

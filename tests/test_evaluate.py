@@ -11,9 +11,10 @@ import tiny
 import torch
 from measuring import LARGE_VOCABULARY, SLICE, slices_of
 
+from fwanda_pruner.config import PruneConfig
 from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.evaluate.perplexity import check_dense, choose_bos, perplexity
+from fwanda_pruner.evaluate.perplexity import check_dense, check_pruned, choose_bos, perplexity, perplexity_of
 
 SIZES = {"vocab_size": 300, "tie_word_embeddings": False}
 
@@ -153,3 +154,40 @@ def test_check_dense_is_silent_below_a_tenth_of_the_vocabulary_and_warns_from_th
 def test_check_dense_refuses_what_is_not_finite(value):
     with pytest.raises(UserError, match=f"perplexity {value} on text.txt"):
         check_dense(value, 49152, "text.txt")
+
+
+WANDA = PruneConfig(method="wanda")
+
+
+@pytest.mark.fault("damage")
+@pytest.mark.parametrize(
+    "dense, pruned, damaged",
+    [
+        (20.0, 79.9, False),
+        (20.0, 80.0, True),  # four times the dense perplexity
+        (1500.0, 4999.9, False),
+        (1500.0, 5000.0, True),  # a tenth of the vocabulary
+        (6000.0, 9000.0, False),  # the dense model was guessing already
+        (20.0, math.inf, True),
+        (20.0, math.nan, True),
+        (math.inf, math.inf, False),  # nothing to compare with
+    ],
+)
+def test_damage_is_four_times_the_perplexity_or_near_guessing(dense, pruned, damaged):
+    assert (check_pruned({"text": (dense, pruned)}, 50000, WANDA) is not None) == damaged
+
+
+@pytest.mark.fault("damage")
+def test_the_warning_of_damage_is_one_line_with_the_worst_text_and_what_to_try():
+    found = check_pruned({"a": (20.0, 30.0), "b": (21.3, 4091.0), "c": (10.0, 90.0)}, 49152, WANDA)
+    assert found == (
+        "pruning has damaged the model: perplexity 4091.0 on b, 192 times that of the dense model (21.3) "
+        "(damaged: 2 of 3 texts); try a lower --sparsity, or --method fwanda --allocation auto"
+    )
+    assert "guessing among 1000 tokens" in check_pruned({"b": (21.3, 4091.0)}, 1000, WANDA)
+    searched = PruneConfig(method="fwanda", allocation="response", pattern="1:4")
+    assert check_pruned({"b": (2.0, 40.0)}, 1000, searched).endswith("; try a --pattern that keeps more")
+
+
+def test_a_loss_that_was_not_finite_has_an_infinite_perplexity():
+    assert [perplexity_of(loss) for loss in (0.0, None, 1e6)] == [1.0, math.inf, math.inf]

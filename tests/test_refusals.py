@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+import torch
 
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
@@ -84,3 +85,36 @@ def test_windows_longer_than_learned_positions_are_refused():
 def test_token_ids_beyond_the_vocabulary_are_refused():
     with pytest.raises(UserError, match=r"token ids must be in \[0, 64\)"):
         fwanda_pruner.prune(tiny.llama(), method="wanda", calibration=TOKENS + 60, progress=False)
+
+
+@pytest.mark.fault("unused statistics")
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"method": "sparsegpt"},
+            "sparsegpt measures its own sums block by block, so it uses no statistics; leave them",
+        ),
+        ({"method": "fsparsegpt", "pattern": "2:4"}, "fsparsegpt with --pattern 2:4 measures its own sums"),
+        ({"method": "wanda", "order": "sequential"}, "wanda with --order sequential measures .* or --order"),
+        ({"method": "magnitude"}, "magnitude reads no text, so it uses no statistics"),
+    ],
+)
+def test_statistics_that_nothing_reads_are_refused_for_what_was_set(settings, message):
+    statistics = fwanda_pruner.collect(tiny.llama(), calibration=TOKENS, progress=False)
+    with pytest.raises(UserError, match=message) as error:
+        fwanda_pruner.prune(tiny.llama(), statistics=statistics, progress=False, **settings)
+    assert ("--order" in str(error.value)) == ("order" in settings)
+
+
+@pytest.mark.fault("unused statistics")
+def test_statistics_leave_the_order_of_the_method_alone():
+    """F-SparseGPT takes omega from them, and measures its Hessians behind the pruned blocks as without them."""
+    statistics = fwanda_pruner.collect(tiny.llama(), calibration=TOKENS, progress=False)
+    for method, order in (("fsparsegpt", "sequential"), ("fwanda", "onepass")):
+        plain, given = tiny.llama(), tiny.llama()
+        settings = {"method": method, "calibration": TOKENS, "progress": False}
+        fwanda_pruner.prune(plain, **settings)
+        report = fwanda_pruner.prune(given, statistics=statistics, **settings)
+        assert report.config["order"] == order
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), given.parameters(), strict=True))

@@ -64,7 +64,8 @@ def test_sparsity_uses_three_denominators_and_leaves_skipped_rows_out():
 def test_each_matrix_row_counts_removed_and_kept_zeros():
     rows = make_report().to_dict()["matrices"]
     assert list(rows[0]) == [
-        "name", "shape", "asked", "kept", "kept_zero", "skipped", "tensor", "index", "wanda_disagreement", "sparsity",
+        "name", "shape", "asked", "kept", "kept_zero", "skipped", "tensor", "index", "wanda_disagreement",
+        "zeros_before", "sparsity",
     ]  # fmt: skip
     assert [row["sparsity"] for row in rows] == [22 / 40, 5 / 20, 1 / 50]
     assert [row["skipped"] for row in rows] == [None, None, "tied"]

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-import fwanda_pruner
+from fwanda_pruner.notes import recording, warn
 from fwanda_pruner.run.stage import Codec, StageName, Stages
 from fwanda_pruner.run.state import RunState
 
@@ -22,11 +22,6 @@ class Compute:
     def __call__(self) -> torch.Tensor:
         self.calls += 1
         return torch.ones(3)
-
-
-def note(message: str) -> None:
-    """A warning of this package."""
-    warnings.warn_explicit(message, UserWarning, fwanda_pruner.__file__, 1)
 
 
 def files(state: RunState) -> set[str]:
@@ -119,37 +114,23 @@ def interrupted(output) -> None:
     """A run that warns in two stages and ends behind them."""
     state = RunState(output)
     stage = Stages(state, CPU)
-    with stage.noting():
-        stage(StageName.TEXT, lambda: note("few windows") or torch.ones(1), SCALED)
-        stage(StageName.CALIBRATE, lambda: note("an idle expert") or torch.ones(1), SCALED)
-        note("after the last stage")
+    with recording(stage.notes):
+        stage(StageName.TEXT, lambda: warn("few windows") or torch.ones(1), SCALED)
+        stage(StageName.CALIBRATE, lambda: warn("an idle expert") or torch.ones(1), SCALED)
+        warn("after the last stage")
 
 
 def test_the_notes_of_an_interrupted_run_come_back_once(tmp_path, recwarn):
     interrupted(tmp_path / "out")
     stage = Stages(RunState(tmp_path / "out", resume=True), CPU)
     assert stage.notes == []
-    with stage.noting():
+    with recording(stage.notes):
         stage(StageName.TEXT, Compute(), SCALED)
         assert stage.notes == ["few windows"]
         stage(StageName.CALIBRATE, Compute(), SCALED)
-        note("an idle expert")
-        note("new")
+        warn("an idle expert")
+        warn("new")
     assert stage.notes == ["few windows", "an idle expert", "new"]
-
-
-def test_notes_are_the_warnings_of_this_package_each_shown_once():
-    stage = Stages(RunState(), CPU)
-    with pytest.warns(UserWarning) as shown, stage.noting():
-        note("ours")
-        note("ours")
-        warnings.warn_explicit("of a library", UserWarning, torch.__file__, 1)
-        warnings.warn_explicit("old", DeprecationWarning, fwanda_pruner.__file__, 1)
-    assert stage.notes == ["ours"]
-    assert sorted(str(warning.message) for warning in shown if warning.category is UserWarning) == [
-        "of a library",
-        "ours",
-    ]
 
 
 def test_the_meter_gets_the_stages_inside_its_block():

@@ -130,6 +130,18 @@ def test_texts_with_and_without_bos_are_measured_apart_and_excluded_matrices_are
         assert any("mlp" in name for name in pruned) == (not cell["report"]["config"]["exclude"])
 
 
+@pytest.mark.fault("damage")
+def test_a_cell_that_damages_the_model_says_so_and_names_a_lower_sparsity_that_does_not(recipe, tmp_path):
+    path = recipe([{"method": ["wanda", "magnitude"], "sparsity": [0.9, 0.1, 0.05]}])
+    ids = torch.tensor(tiny.tokenizer()((tmp_path / "text.txt").read_text())["input_ids"])
+    windows = ids[: 16 * 24].view(16, 24)
+    with pytest.warns(UserWarning, match="wanda uniform 0.9: pruning has damaged the model"):
+        cells = run(Recipe.load(path), tmp_path / "out", tiny.trained(tiny.llama(), windows))
+    for cell in cells:
+        said = [line for line in cell["report"]["warnings"] if line.endswith("--sparsity 0.1 did no such damage")]
+        assert len(said) == (cell["report"]["config"]["sparsity"] == "0.9")
+
+
 def test_energy_is_drawn_only_where_each_cell_has_all_of_it(recipe, tmp_path):
     for shared in (True, False):
         found = Recipe.load(recipe([{"method": "wanda"}], share_statistics=shared))

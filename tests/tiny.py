@@ -266,6 +266,16 @@ def prune(model, **settings):
     return fwanda_pruner.prune(model, calibration=TEXT, progress=False, **{"sparsity": 0.5, **settings})
 
 
+def trained(model, windows: torch.Tensor, steps: int = 60):
+    """The model after it has learnt windows [S, L] by heart, so that pruning can damage it."""
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(steps):
+        model(windows, labels=windows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 def run_name(settings) -> str:
     return "-".join(settings.values())
 

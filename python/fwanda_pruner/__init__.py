@@ -14,6 +14,7 @@ _HOMES = {
     "evaluate_model": "run.pipeline",
     "evaluate_tasks": "evaluate.lm_eval_tasks",
     "load_model": "model.load",
+    "masks": "run.masks",
     "prune": "run.pipeline",
     "save_pruned": "run.save",
 }

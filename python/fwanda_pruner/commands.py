@@ -79,8 +79,11 @@ def prune(args: argparse.Namespace) -> Result:
     config = _config(args)
     _check_prune_flags(args, config)
     from .formats.files import check_output
-    from .measure.statistics import Statistics
+    from .measure.statistics import Statistics, check_uses_statistics
 
+    resolved = config.resolved()
+    if args.statistics:
+        check_uses_statistics(resolved)
     if _is_finished(args, config):
         _upload(args)
         return _result_of(
@@ -96,7 +99,6 @@ def prune(args: argparse.Namespace) -> Result:
         )
         check_output(args.output, overwrite=args.overwrite, inputs=inputs)
     statistics = Statistics.load(args.statistics) if args.statistics else None
-    resolved = config.resolved()
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
     _check_texts(
         calibration=config.calibration if reads_calibration else (),

@@ -16,7 +16,6 @@ a round tell the noise.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -31,6 +30,7 @@ from ..engine.engine import Engine
 from ..engine.resume import Steps
 from ..measure.removed import RemovedWeightSums
 from ..measure.statistics import Statistics
+from ..notes import warn
 from ..progress import progress_bar
 from .budgets import ScoreScales, global_scales
 from .judge import Judge, Losses
@@ -176,7 +176,7 @@ def _next_round(
     passes = engine.measure(windows, sums, backward=True, settings=settings)
     lines = _line_sums(_predicted(engine, statistics, state.scales, masks), sums.tensors())
     if reason := _unusable(lines):
-        warnings.warn(f"{reason}: the response ends after {index} rounds", stacklevel=3)
+        warn(f"{reason}: the response ends after {index} rounds")
         return None
     count = round_count(config)
     scales = move_scales(state.scales, lines, 1 - (1 - _LAST_STEP) * index / max(1, count - 1))

@@ -6,7 +6,6 @@ transformers' generate() is not used: it compiles the model anew, and each step 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache, StaticLayer
 
 from ..errors import UserError, one_line
+from ..notes import warn
 from .device import model_device
 from .losses import invert_distribution, predictions
 
@@ -90,9 +90,7 @@ class Decoder:
             if self._follows_predictions(start_token):
                 return
             fault = "the predictions with it are others"
-        warnings.warn(
-            f"{type(self._model).__name__} cannot use a static cache, sampling is slower: {fault}", stacklevel=3
-        )
+        warn(f"{type(self._model).__name__} cannot use a static cache, sampling is slower: {fault}")
         self._static, self._graphs = None, {}
         self._draw_all(start_token, report)
 

@@ -29,8 +29,10 @@ def model_device(model: nn.Module) -> torch.device:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts every module into evaluation mode inside the block, and back into its own mode afterwards.
 
-    Outputs have names inside, also where the configuration asks for tuples (return_dict=False).
+    Outputs have names inside, also where the configuration asks for tuples (return_dict=False). Modes of torch that the
+    caller may have set have no effect inside: inference mode, no_grad and autocast.
     """
+    plain = torch.autocast(model_device(model).type, enabled=False)
     modes = {module: module.training for module in model.modules()}
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
@@ -38,7 +40,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     for config in tuples:
         config.return_dict = True
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad(), plain:
+            yield
     finally:
         for config in tuples:
             config.return_dict = False

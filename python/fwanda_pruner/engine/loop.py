@@ -7,7 +7,6 @@ progress, and saves the sums for an interrupted run.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import PruneConfig
 from ..errors import UserError
 from ..model.attributes import replaced
+from ..notes import warn
 from ..progress import progress_bar
 from .compile_blocks import CompiledBlocks, CompileError
 from .memory import free_memory
@@ -130,7 +130,7 @@ def run_windows(
     if sums.uncompiled is not None and compile != "off":
         if compile == "on":
             message = f"--compile on is ignored here: {sums.uncompiled} can only be measured in uncompiled blocks"
-            warnings.warn(message, stacklevel=2)
+            warn(message)
         compile = "off"
     done, record = _begin(windows, sums, settings, unfinished)
     grow = settings.micro_batch is None and done == 0
@@ -147,7 +147,7 @@ def run_windows(
         except CompileError as error:
             if compile == "on":
                 raise UserError(f"the blocks cannot be compiled, use --compile off: {error}") from error
-            warnings.warn(f"the blocks cannot be compiled, going on without: {error}", stacklevel=2)
+            warn(f"the blocks cannot be compiled, going on without: {error}")
             exhausted, compile = False, "off"
         if exhausted:
             grow = False
@@ -231,7 +231,7 @@ def _use_less_memory(windows: Windows, record: PassRecord, settings: PassSetting
         if windows.backward:
             advice = "use a smaller --seqlen, a larger --max-memory, or --checkpointing on"
         raise UserError(f"a window of {windows.length} tokens does not fit the memory of {windows.device}; {advice}")
-    warnings.warn(f"{windows.device} ran out of memory: starting again with {change}", stacklevel=3)
+    warn(f"{windows.device} ran out of memory: starting again with {change}")
 
 
 def _largest_micro_batch(windows: Windows, base: int) -> int:

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..engine.device import evaluating
 from ..errors import UserError, one_line
+from ..model.arguments import expect_model, expect_tokenizer
 from ..terminal import is_terminal
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
@@ -64,8 +65,11 @@ def evaluate_tasks(
         A standard error is None if one example is all there is.
 
     Raises:
-        UserError: lm-eval is not installed, a task is unknown, its data cannot be loaded, or memory runs out.
+        UserError: the model or the tokenizer is none, lm-eval is not installed, a task is unknown, its data cannot be
+            loaded, or memory runs out.
     """
+    expect_model(model)
+    expect_tokenizer(tokenizer, needed=True)
     check_tasks(tasks, batch_size=batch_size, limit=limit, data_dir=data_dir)
     import lm_eval
     from lm_eval.models.huggingface import HFLM

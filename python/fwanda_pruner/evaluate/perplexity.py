@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..config import PruneConfig
 from ..engine.device import evaluating
 from ..engine.engine import Engine, make_engine
 from ..engine.loop import PassSettings
 from ..errors import UserError
 
+DAMAGED = 4.0  # times the perplexity of the dense model
 _SETTINGS = PassSettings(compile="off", checkpointing="off")
 
 
@@ -42,9 +45,13 @@ def perplexity(model: nn.Module, tokens: Tensor, *, progress: bool = True, label
 def engine_perplexity(engine: Engine, tokens: Tensor, *, label: str) -> float:
     """perplexity() of the model of an engine, in evaluation mode."""
     check_tokens(engine.model, tokens)
-    loss = float(engine.window_losses(tokens.long(), settings=_SETTINGS, label=label).mean())
+    return perplexity_of(float(engine.window_losses(tokens.long(), settings=_SETTINGS, label=label).mean()))
+
+
+def perplexity_of(loss: float | None) -> float:
+    """exp of a mean loss in nats; inf where it overflows, or where the loss is None because it was not finite."""
     try:
-        return math.exp(loss)
+        return math.inf if loss is None else math.exp(loss)
     except OverflowError:
         return math.inf
 
@@ -102,6 +109,42 @@ def check_dense(perplexity: float, vocab_size: int, source: str) -> str | None:
         f"the dense model has perplexity {perplexity:.1f} on {source}, not far from guessing among {vocab_size} "
         "tokens: the checkpoint, its tokenizer or the text is probably wrong, and pruning results will mean little"
     )
+
+
+def check_pruned(measured: Mapping[str, tuple[float, float]], vocab_size: int, config: PruneConfig) -> str | None:
+    """Judges a pruned model by its perplexity beside that of the dense model.
+
+    A text is damaged if the perplexity of the pruned model on it is not finite, or at least DAMAGED times that of the
+    dense model, or at least a tenth of vocab_size where that of the dense model is below. Texts on which the dense
+    model has no finite perplexity do not count.
+
+    Args:
+        measured: name of each text -> perplexity of the dense and of the pruned model.
+        vocab_size: of the model. Guessing evenly among all tokens has this perplexity.
+        config: of the run, for the advice.
+
+    Returns:
+        A warning of one line that names the worst text; None if no text is damaged.
+    """
+    measured = {name: pair for name, pair in measured.items() if math.isfinite(pair[0])}
+    damaged = [name for name, (dense, pruned) in measured.items() if _is_damaged(dense, pruned, vocab_size)]
+    if not damaged:
+        return None
+    ratios = {name: pruned / dense for name, (dense, pruned) in measured.items()}
+    worst = max(damaged, key=lambda name: ratios[name] if math.isfinite(ratios[name]) else math.inf)
+    dense, pruned = measured[worst]
+    times = f"{ratios[worst]:.3g} times that of the dense model ({dense:.1f})"
+    if not pruned < vocab_size / 10:
+        times += f" and not far from guessing among {vocab_size} tokens"
+    where = f" (damaged: {len(damaged)} of {len(measured)} texts)" if len(measured) > 1 else ""
+    less = "a lower --sparsity" if config.nm is None else "a --pattern that keeps more"
+    better = "" if config.responds else ", or --method fwanda --allocation auto"
+    return f"pruning has damaged the model: perplexity {pruned:.1f} on {worst}, {times}{where}; try {less}{better}"
+
+
+def _is_damaged(dense: float, pruned: float, vocab_size: int) -> bool:
+    guessing = vocab_size / 10
+    return not pruned < DAMAGED * dense or (dense < guessing and not pruned < guessing)
 
 
 def check_tokens(model: nn.Module, tokens: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,10 @@ from ..engine.resume import Unfinished
 from ..errors import UserError, one_line
 from ..formats.files import atomic_file
 from ..model.targets import Target
+from ..notes import warn
 from .sums import SignedStatisticsSums, StatisticsSums
+
+_NAMED = 3  # matrices that a warning names
 
 
 @dataclass
@@ -204,9 +206,38 @@ def unseen_layer(target: Target, device: torch.device) -> fk.LayerStatistics:
     return fk.LayerStatistics(cols, rows, n_tokens=0)
 
 
-def warn_unseen(target: Target) -> None:
-    """Warns that a module met no calibration token, so that nothing is known about its inputs."""
-    warnings.warn(f"{target.name} saw no calibration token: its weights are ranked by magnitude", stacklevel=3)
+def warn_unseen(names: Sequence[str]) -> None:
+    """Warns that matrices met no calibration token, so that nothing is known about their inputs; none: no warning."""
+    if len(names) == 1:
+        warn(f"{names[0]} saw no calibration token: its weights are ranked by magnitude")
+    elif names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        some = ", ".join(names[:_NAMED])
+        warn(f"{len(names)} matrices saw no calibration token: their weights are ranked by magnitude ({some}{more})")
+
+
+def check_uses_statistics(config: PruneConfig) -> None:
+    """Refuses statistics for settings that read none of them.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        UserError: saying why.
+    """
+    if config.reads_statistics:
+        return
+    method = f"--method {config.method}"
+    if config.traits.scores_inputs:
+        raise UserError(
+            f"{method} with --order {config.order} measures the inputs of each pruned block, so it uses no statistics; "
+            f"leave out the statistics or --order"
+        )
+    reason = "reads no text"
+    if config.traits.updates_weights:
+        pattern = f" with --pattern {config.pattern}" if config.weighs_tokens else ""
+        reason = f"{pattern} measures its own sums block by block".lstrip()
+    raise UserError(f"{method} {reason}, so it uses no statistics; leave them out")
 
 
 def measure_statistics(
@@ -250,9 +281,7 @@ def measure_statistics(
         # the backward pass comes last: the peak of the memory is that of the last windows, and it needs the most
         inputs = _measure(engine, tokens[others], None, seed, unfinished)
         statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished).with_inputs_of(inputs)
-    for target in engine.targets:
-        if not statistics.n_tokens[target.name]:
-            warn_unseen(target)
+    warn_unseen([target.name for target in engine.targets if not statistics.n_tokens[target.name]])
     statistics.weights = fingerprint(engine)
     statistics.check(engine.targets, fisher=fisher is not None)
     return statistics

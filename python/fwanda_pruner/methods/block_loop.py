@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 from ..engine.resident import Block
 from ..engine.resume import Steps
 from ..engine.walk import BlockWalk
-from ..measure.statistics import Statistics
+from ..measure.statistics import Statistics, warn_unseen
 from ..model.targets import Target
 from ..progress import progress_bar
 from ..report.record import ROW_BINS, MatrixRow
@@ -37,12 +37,14 @@ class PrunedBlock:
         rows: of the record, one for each matrix.
         row_histogram: [ROW_BINS] int64, as Report.row_histogram.
         refitted: whether the update of its weights was kept; None where all updates are.
+        unseen: names of the matrices whose inputs were measured here and that no calibration token reached.
     """
 
     weights: Mapping[str, Tensor]
     rows: list[MatrixRow]
     row_histogram: Tensor
     refitted: bool | None = None
+    unseen: list[str] = field(default_factory=list)
 
 
 def prune_blocks(
@@ -65,6 +67,7 @@ def prune_blocks(
     prune_group = _PRUNE_GROUP.get(config.method, score.prune_group)
     rows: list[MatrixRow] = []
     refitted: list[bool] = []
+    unseen: list[str] = []
     row_histogram = torch.zeros(ROW_BINS, dtype=torch.int64, device="cpu")
     with engine.walk(inputs.tokens) if config.runs_blocks else nullcontext() as walk:
         for index in _with_progress(engine):
@@ -79,6 +82,8 @@ def prune_blocks(
             rows += pruned.rows
             row_histogram += pruned.row_histogram
             refitted += [] if pruned.refitted is None else [pruned.refitted]
+            unseen += pruned.unseen
+    warn_unseen(unseen)
     refit = {"blocks": len(refitted), "kept": sum(refitted)} if refitted else None
     return rows, row_histogram.tolist(), refit
 
@@ -107,7 +112,7 @@ def _prune_block(
     walk: BlockWalk | None,
     index: int,
     block: Block,
-    prune_group: Callable[[GroupJob], None],
+    prune_group: Callable[[GroupJob], list[str]],
 ) -> PrunedBlock:
     targets = engine.targets_of(index)
     zeros_before = count_zeros(block.weights.values())
@@ -116,17 +121,17 @@ def _prune_block(
     if refit is not None:
         refit.begin()
         dense = {name: weight.clone() for name, weight in block.weights.items()}
-    advanced = False
+    advanced, unseen = False, []
     for group in _groups(config, walk, index, targets):
         advance = walk is not None and config.order == "onepass"
-        prune_group(GroupJob(config, inputs, block, group, walk, index, advance))
+        unseen += prune_group(GroupJob(config, inputs, block, group, walk, index, advance))
         advanced = advance
     refitted = None if refit is None else refit.settle(block.weights, dense)
     if walk is not None and not advanced:
         walk.advance(index)
     nonzeros = {name: weight.count_nonzero(1) for name, weight in block.weights.items()}  # [R] int64
     rows = _rows(config, targets, block, inputs.budgets, zeros_before, nonzeros, wanda)
-    return PrunedBlock(block.weights, rows, _row_histogram(block, nonzeros), refitted)
+    return PrunedBlock(block.weights, rows, _row_histogram(block, nonzeros), refitted, unseen)
 
 
 def _groups(config: PruneConfig, walk: BlockWalk | None, index: int, targets: list[Target]) -> list[list[Target]]:
@@ -191,7 +196,7 @@ def _row(
         raise AssertionError(f"{target.name}: {nonzero} nonzero weights, {kept} should be kept")
     place = (None, None) if target.slice_of is None else (target.slice_of.parameter, target.slice_of.index)
     disagreement = None if unlike_wanda is None else unlike_wanda / (rows * cols)
-    return MatrixRow(target.name, (rows, cols), kept, kept, kept_zero, None, *place, disagreement)
+    return MatrixRow(target.name, (rows, cols), kept, kept, kept_zero, None, *place, disagreement, zeros_before)
 
 
 def _integers(scalars: Iterable[Tensor]) -> list[int]:

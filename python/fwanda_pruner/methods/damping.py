@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from torch import Tensor
 
 from ..errors import UserError
+from ..notes import warn
 
 DAMPING = 0.01  # fraction of the mean diagonal
 _ATTEMPTS = 4
@@ -33,7 +33,7 @@ def damped_factor(
         if factor is None:
             continue
         if attempt:
-            warnings.warn(f"the Hessian of {name} needed a damping of {stronger:g}, not {damping:g}", stacklevel=3)
+            warn(f"the Hessian of {name} needed a damping of {stronger:g}, not {damping:g}")
         return factor
     raise UserError(
         f"the Hessian of {name} has no factor, even with a damping of {stronger:g}; use more calibration text"

@@ -11,11 +11,10 @@ from torch import Tensor
 
 import fwanda_kernels as fk
 
-from ..allocate.budgets import floored_omega
+from ..allocate.budgets import floored_omega, keep_total
 from ..allocate.masks import column_scale
 from ..engine.device import writing
 from ..errors import UserError
-from ..measure.statistics import warn_unseen
 from ..measure.sums import HessianSums
 from ..measure.token_weights import token_weights
 from ..model.targets import Target
@@ -23,31 +22,36 @@ from .damping import DAMPING, damped_factor
 from .job import GroupJob
 
 
-def prune_group(job: GroupJob) -> None:
-    """Prunes some matrices of a block in place and updates their other weights.
+def prune_group(job: GroupJob) -> list[str]:
+    """Prunes some matrices of a block in place and updates their other weights. Weights that are 0 stay 0.
+
+    Returns:
+        Names of the matrices that no token reached.
 
     Raises:
         UserError: a Hessian has no factor, or an updated weight is not finite, naming the matrix.
     """
-    factors = _factors(_measure_hessians(job))
+    hessians = _measure_hessians(job)
+    unseen = [target.name for target in job.targets if target.name not in hessians]
+    hessians |= {t.name: torch.eye(t.shape[1], device=job.walk.device) for t in job.targets if t.name in unseen}
+    factors = _factors(hessians)
     for target in job.targets:
         _prune_matrix(job, target, factors[target.name])
     finite = torch.stack([job.block.weights[t.name].isfinite().all() for t in job.targets]).tolist()
     for target, good in zip(job.targets, finite, strict=True):
         if not good:
             raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")
+    return unseen
 
 
 def _measure_hessians(job: GroupJob) -> dict[str, Tensor]:
-    """name -> [C, C] fp32 X^T X of the inputs; matrices with the same input have the same tensor."""
+    """name -> [C, C] fp32 X^T X of the inputs; matrices with the same input have the same tensor.
+
+    A matrix that no token reached has none.
+    """
     sums = HessianSums({target.name: target.module for target in job.targets}, _token_weights(job))
     job.walk.run(job.index, sums, advance=job.advance)
-    hessians = sums.by_module()
-    for target in job.targets:
-        if target.name not in hessians:
-            warn_unseen(target)
-            hessians[target.name] = torch.eye(target.shape[1], dtype=torch.float32, device=job.walk.device)
-    return hessians
+    return sums.by_module()
 
 
 def _token_weights(job: GroupJob) -> dict[str, Tensor]:
@@ -100,16 +104,71 @@ def _prune_matrix(job: GroupJob, target: Target, factor: Tensor) -> None:
     weight = job.block.weights[name]
     if inputs.refit is not None:  # the search has fixed the mask
         scale = column_scale(inputs.statistics, inputs.scales, name)
-        mask = fk.row_topk_mask(weight, scale, inputs.budgets[name])
+        mask = fk.row_topk_mask(weight, scale, inputs.budgets[name]) & (weight != 0)
         with writing([weight]):
             fk.obs_prune_(weight, factor=factor, mask=mask)
         return
     row_weight = None
     if config.needs_fisher:
         row_weight = (floored_omega(inputs.statistics.layer(name)) ** config.power).float()
-    selection = _selection(job, name, weight.numel())
     with writing([weight]):
-        fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **selection)
+        _prune_with_zeros(weight, factor, row_weight, _selection(job, name, weight.numel()))
+
+
+def _prune_with_zeros(weight: Tensor, factor: Tensor, row_weight: Tensor | None, selection: dict) -> None:
+    """fk.obs_prune_() under the rule that weights which are 0 before stay 0, and count as removed first.
+
+    A walk that brings some of them back, or removes others in their place, is repeated under a fixed mask: without the
+    zeros, and without as many of the weights that the first walk removed as the selection still asks for, those with
+    the smallest scores.
+
+    Args:
+        weight: [R, C], pruned in place.
+        factor: [C, C] of its Hessian.
+        row_weight: [R] fp32 factors on the scores of rows, or None.
+        selection: from _selection().
+    """
+    zero = weight == 0
+    dense = weight.clone() if bool(zero.any()) else None
+    fk.obs_prune_(weight, factor=factor, row_weight=row_weight, **selection)
+    if dense is None:
+        return
+    nonzero = weight != 0
+    if not bool((zero & nonzero).any()) and int(nonzero.sum()) == _kept(weight, selection):
+        return
+    score = dense.float().square() / factor.diagonal().square()
+    score = (score if row_weight is None else score * row_weight[:, None]).sqrt_()
+    removed = ~(nonzero | zero)
+    score = torch.where(removed, score, 2 * score.max() + 1).masked_fill_(zero | (factor.diagonal() < 0), 0)
+    weight.copy_(dense)
+    fk.obs_prune_(weight, factor=factor, mask=_lowest_removed(score, selection) & ~zero)
+
+
+def _kept(weight: Tensor, selection: dict) -> int:
+    """Weights that a selection keeps of a matrix."""
+    rows, cols = weight.shape
+    if "pattern" in selection:
+        n, m = selection["pattern"]
+        return rows * (cols // m * n + cols % m)
+    if "keep" in selection:
+        return int(selection["keep"].sum())
+    return keep_total(rows * cols, selection["sparsity"])
+
+
+def _lowest_removed(score: Tensor, selection: dict) -> Tensor:
+    """[R, C] bool: False for the lowest scores [R, C] fp32, as many as a selection removes."""
+    cols = score.shape[1]
+    ones = torch.ones(cols, dtype=torch.float32, device=score.device)
+    if "pattern" in selection:
+        n, m = selection["pattern"]
+        mask = torch.ones_like(score, dtype=torch.bool)
+        whole = cols - cols % m
+        mask[:, :whole] = fk.nm_mask(score[:, :whole], ones[:whole], n, m)
+        return mask
+    keep = selection.get("keep")
+    if keep is None:
+        (keep,) = fk.select_threshold([score], [torch.ones_like(score[:, 0])], [ones], _kept(score, selection))
+    return fk.row_topk_mask(score, ones, keep)
 
 
 def _selection(job: GroupJob, name: str, size: int) -> dict:

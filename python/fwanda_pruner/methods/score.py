@@ -10,13 +10,16 @@ import fwanda_kernels as fk
 from ..allocate.masks import column_scale
 from ..engine.device import writing
 from ..errors import UserError
-from ..measure.statistics import Statistics, warn_unseen
+from ..measure.statistics import Statistics
 from ..measure.sums import StatisticsSums
 from .job import GroupJob
 
 
-def prune_group(job: GroupJob) -> None:
-    """Prunes some matrices of a block in place.
+def prune_group(job: GroupJob) -> list[str]:
+    """Prunes some matrices of a block in place. A weight that is 0 has the score 0, so it goes first and stays 0.
+
+    Returns:
+        Names of the matrices that no token reached, if this call measured their inputs.
 
     Raises:
         UserError: a weight or an input is not finite, naming the matrix.
@@ -37,6 +40,7 @@ def prune_group(job: GroupJob) -> None:
     for name, code in zip(names, bad.tolist(), strict=True):
         if code:
             raise UserError(fk.bad_message(name, code))
+    return [] if job.walk is None else [name for name in names if not statistics.n_tokens[name]]
 
 
 def measure_inputs(job: GroupJob) -> Statistics:
@@ -44,9 +48,6 @@ def measure_inputs(job: GroupJob) -> Statistics:
     sums = StatisticsSums({target.name: target.module for target in job.targets})
     job.walk.run(job.index, sums, advance=job.advance)
     statistics = Statistics.of_sums(sums.tensors(), job.targets, None, job.walk.device)
-    for target in job.targets:
-        if not statistics.n_tokens[target.name]:
-            warn_unseen(target)
     statistics.check(job.targets, fisher=False)
     return statistics
 

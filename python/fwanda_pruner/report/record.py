@@ -30,6 +30,8 @@ class MatrixRow:
         kept_zero: weights that the mask keeps although they are zero.
         skipped: why the matrix was not pruned; None if it was.
         tensor, index: the matrix is `tensor[index]`, one slice (perhaps transposed) of a parameter of fused experts.
+        zeros_before: zeros that the matrix held before it was pruned; None if it was skipped, and in records of older
+            versions.
         wanda_disagreement: share, in [0, 1], of the R * C mask entries that differ from the mask of Wanda at the same
             sparsity. None if it was not measured: with an n:m pattern, or without statistics.
     """
@@ -43,6 +45,7 @@ class MatrixRow:
     tensor: str | None = None
     index: int | None = None
     wanda_disagreement: float | None = None
+    zeros_before: int | None = None
 
     @property
     def numel(self) -> int:
@@ -270,7 +273,8 @@ def _matrix_row(data: dict, index: int) -> MatrixRow:
         raise UserError(
             f"key {where + 'wanda_disagreement'!r} holds {show(disagreement)}, expected a number in [0, 1] or null"
         )
-    return MatrixRow(shape=tuple(shape), wanda_disagreement=disagreement, **facts)
+    before = None if data.get("zeros_before") is None else _get(data, "zeros_before", int, where)
+    return MatrixRow(shape=tuple(shape), wanda_disagreement=disagreement, zeros_before=before, **facts)
 
 
 def _domain(data: dict, index: int) -> dict:

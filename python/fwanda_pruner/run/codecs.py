@@ -84,13 +84,14 @@ def _encode_block(block: PrunedBlock) -> tuple[Tensors, dict]:
         "rows": [asdict(row) for row in block.rows],
         "row_histogram": block.row_histogram.tolist(),
         "refitted": block.refitted,
+        "unseen": block.unseen,
     }
 
 
 def _decode_block(tensors: Tensors, values: dict) -> PrunedBlock:
     rows = [MatrixRow(**{**row, "shape": tuple(row["shape"])}) for row in values["rows"]]
     row_histogram = torch.tensor(values["row_histogram"], dtype=torch.int64, device="cpu")
-    return PrunedBlock(tensors, rows, row_histogram, values["refitted"])
+    return PrunedBlock(tensors, rows, row_histogram, values["refitted"], values["unseen"])
 
 
 BLOCK: Codec[PrunedBlock] = Codec(_encode_block, _decode_block)

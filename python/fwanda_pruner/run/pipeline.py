@@ -5,31 +5,32 @@ text -> windows -> engine -> sums -> budgets or masks -> block loop -> record
 
 from __future__ import annotations
 
-import resource
-import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..allocate.budgets import ScoreScales, count_floored_rows
 from ..allocate.search import Choice
-from ..config import CALIBRATION, PruneConfig
-from ..engine.all_weights import WeightCounts, check_finite, count_weights, count_zeros
+from ..config import CALIBRATION, PruneConfig, settings_of
+from ..engine.all_weights import WeightCounts, check_finite, count_weights
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
+from ..errors import UserError
 from ..evaluate.perplexity import engine_perplexity
 from ..formats.source import surplus_layers
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
+from ..model.arguments import expect_model, expect_tokenizer, expect_type
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
+from ..notes import recording, warn
 from ..progress import planned
-from ..report.record import MatrixRow, Report, versions
-from ..text.windows import tokens_sha256
-from . import stages
+from ..report.record import Report
+from . import outcome, stages
 from .energy import EnergyMeter
+from .outcome import Pruned
 from .plan import calibration_titles, stage_titles
 from .read_texts import own_windows, read_texts
 from .save import check_savable
@@ -56,7 +57,7 @@ def prune(
         model: a Hugging Face causal language model with floating-point weights, on the device to work on.
         tokenizer: its tokenizer; not needed when all text is given as token ids.
         config: the settings; or give them by name in **settings.
-        statistics: of this dense model, from collect(); the forward and backward pass is then left out.
+        statistics: of this dense model, from collect(). What they hold is not measured again.
         calibration: overrides config.calibration: a text SOURCE[:SHARE], a list of them, or token ids [S, L] int64,
             which are used as they are.
         eval: overrides config.eval: a text, token ids [S, L] int64, or a list of them. Token ids are used as they are,
@@ -66,18 +67,18 @@ def prune(
         **settings: fields of PruneConfig, e.g. method="fwanda", allocation="global", sparsity=0.5.
 
     Returns:
-        The record of the run; save it with the model by save_pruned().
+        The record of the run; save it with the model by save_pruned(). masks() gives the masks.
 
     Raises:
-        UserError: a setting, the text or the model does not allow it; the message is one line.
-        TypeError: both config and settings are given.
+        UserError: an argument, a setting, the text or the model does not allow it; the message is one line.
+
+    Warns:
+        UserWarning: what the record lists in `warnings`, each at the line that calls prune().
     """
-    if config is not None and settings:
-        raise TypeError(f"give either config or settings, got both (settings: {', '.join(settings)})")
     report, _ = run_prune(
         model,
         tokenizer,
-        config=config or PruneConfig.from_dict(settings),
+        config=_config(config, settings),
         statistics=statistics,
         calibration=calibration,
         eval=eval,
@@ -86,6 +87,27 @@ def prune(
         named=settings,
     )
     return report
+
+
+def _config(config: PruneConfig | None, settings: dict, names: Sequence[str] | None = None) -> PruneConfig:
+    """The settings that a function was given as config= or by name.
+
+    Args:
+        config: None: by name.
+        settings: by name.
+        names: of the settings that count there; None: all.
+
+    Raises:
+        UserError: a setting is not allowed, or both are given.
+    """
+    expect_type("config", config, PruneConfig, "give the settings by name, or use PruneConfig.from_dict()")
+    if config is not None and settings:
+        raise UserError(f"give either config or settings by name, got both (by name: {', '.join(settings)})")
+    if config is not None:
+        return config
+    if names is not None and (others := [name for name in settings if name not in names]):
+        raise UserError(f"the setting {others[0]!r} has no effect here; those that have are {', '.join(names)}")
+    return PruneConfig.from_dict(settings)
 
 
 def run_prune(
@@ -116,18 +138,18 @@ def run_prune(
     Raises:
         UserError: as prune().
     """
-    device = model_device(model)
+    _check_arguments(model, tokenizer)
+    expect_type("statistics", statistics, Statistics, "measure them by collect(), or read a file by Statistics.load()")
+    expect_type("state", state, RunState, "make one by RunState(folder)")
     state = state or RunState()
-    stage = Stages(state, device)
+    stage = Stages(state, model_device(model))
     titles = stage_titles(config, statistics, calibration=calibration, eval=eval) if progress else ()
-    with planned(titles), stage.noting(), evaluating(model), device_rules(model, config):
+    with planned(titles), _running(model, config, state.notes):
         config = with_sources(config, calibration, eval, statistics, named)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
         check_savable(model, tokenizer, state.output)
         engine = make_engine(model, targets, config, progress=progress)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
         stages.check_given(config, model, statistics)
         stages.identify(state, config, engine, sources, statistics)
 
@@ -135,77 +157,83 @@ def run_prune(
         own, sampling_energy = stages.own_text(stage, engine, config, tokenizer, own, **reads)
         texts = stages.texts(stage, engine, config, tokenizer, sources, own, **reads)
         dense = stages.dense_perplexity(stage, engine, texts)
-        with stage.metered(EnergyMeter(device, config.energy)) as energy:
-            statistics, passes = stages.statistics(stage, engine, config, texts, statistics)
-            judge = stages.judge(stage, engine, config, texts, statistics, choice)
-            choice = stages.choice(stage, engine, config, texts, statistics, judge, choice)
-            settled, scales = (config, None) if choice is None else (choice.apply(config), choice.scales)
-            budgets = stages.budgets(stage, engine, settled, statistics, scales, searched=choice is not None)
-            refit = stages.refit(engine, settled, statistics, judge, scales)
-            before = stages.losses_before(stage, engine, settled, texts, statistics)
-            token_sq_grads, gradient_passes = stages.token_sq_grads(stage, engine, config, texts)
-            inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads, refit)
-            rows, row_histogram, refitted = stages.pruned_blocks(stage, engine, settled, inputs)
-            domains = stages.domains(stage, engine, config, texts, before)
-        pruned = stages.pruned_perplexity(stage, engine, texts)
+        with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
+            pruned = _prune(stage, engine, config, texts, statistics, choice)
+        perplexity = outcome.perplexity(texts, dense, stages.pruned_perplexity(stage, engine, texts), tokenizer)
+        outcome.warn_of_zeros(pruned.rows)
+        outcome.warn_of_damage(config, model, perplexity, pruned.domains)
+        rows = [*pruned.rows, *map(outcome.skipped_row, skipped)]
+        report = outcome.report(stage, engine, config, texts, pruned, rows, perplexity, energy, sampling_energy)
+    return report, pruned.choice
 
-        energy_details = energy.to_dict()
-        energy_details["phases"] = sampling_energy | energy_details["phases"]
-        passes, counts = passes or gradient_passes, count_weights(engine)
-        report = Report(
-            config={**_described(model, config, engine), "chosen": None if choice is None else choice.to_dict()},
-            matrices=[*rows, *map(_skipped_row, skipped)],
-            block_parameters=counts.block_parameters,
-            model_parameters=counts.parameters,
-            model_zeros=counts.zeros,
-            perplexity=[
-                {"source": source, "dense": dense[source], "pruned": pruned[source]}
-                | protocol(windows, texts.bos, tokenizer)
-                for source, windows in texts.evaluation.items()
-            ],
-            seconds=dict(stage.seconds),
-            peak_memory_bytes=_peak_memory(stage, device),
-            energy=energy.result,
-            energy_details=energy_details,
-            versions=versions(device),
-            tokens_sha256=_calibration_sha256(texts, statistics),
-            bos=texts.bos,
-            warnings=list(stage.notes),
-            omega_floored_rows=_floored_rows(settled, scales, statistics, targets),
-            domains=domains,
-            passes=None if passes is None else asdict(passes),
-            refit=refitted,
-            row_histogram=row_histogram,
-        )
-    return report, choice
+
+@contextmanager
+def _running(model: nn.Module, config: PruneConfig, notes: list[str]) -> Iterator[None]:
+    """The conditions under which a model is measured and pruned; the warnings inside are added to the notes."""
+    device = model_device(model)
+    with recording(notes), evaluating(model), device_rules(model, config):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        yield
+
+
+def _prune(
+    stage: Stages, engine: Engine, config: PruneConfig, texts: Texts, given: Statistics | None, choice: Choice | None
+) -> Pruned:
+    """Measures, chooses masks and prunes; given: statistics, choice: of an earlier run."""
+    statistics, passes = stages.statistics(stage, engine, config, texts, given)
+    judge = stages.judge(stage, engine, config, texts, statistics, choice)
+    choice = stages.choice(stage, engine, config, texts, statistics, judge, choice)
+    settled, scales = (config, None) if choice is None else (choice.apply(config), choice.scales)
+    budgets = stages.budgets(stage, engine, settled, statistics, scales, searched=choice is not None)
+    refit = stages.refit(engine, settled, statistics, judge, scales)
+    before = stages.losses_before(stage, engine, settled, texts, statistics)
+    token_sq_grads, gradient_passes = stages.token_sq_grads(stage, engine, config, texts)
+    inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads, refit)
+    rows, row_histogram, refitted = stages.pruned_blocks(stage, engine, settled, inputs)
+    domains = stages.domains(stage, engine, config, texts, before)
+    floored = _floored_rows(settled, scales, statistics, engine.targets)
+    passes = passes or gradient_passes
+    return Pruned(settled, statistics, choice, passes, floored, rows, row_histogram, refitted, domains)
+
+
+def _check_arguments(model, tokenizer) -> None:
+    if isinstance(model, nn.Module):
+        check_plain(model)  # first: it knows wrappers by name
+    expect_model(model)
+    expect_tokenizer(tokenizer)
 
 
 def collect(
     model: nn.Module,
     tokenizer=None,
     *,
-    config: PruneConfig,
-    calibration=None,
+    config: PruneConfig | None = None,
+    calibration: str | Sequence[str] | Tensor | None = None,
     progress: bool = True,
     own: Tensor | None = None,
+    **settings,
 ) -> Statistics:
     """Measures statistics for any sparsity, pattern and allocation of wanda and fwanda.
 
     One forward pass over the text, and one backward pass over `fisher_samples` of its windows, serve them all.
 
     Args:
-        model, tokenizer, config, calibration, progress: as prune(). Only the settings of the text, of BOS, of the
-            Fisher information and of the passes count.
+        model, tokenizer, config, calibration, progress, **settings: as prune(). Only the settings of the text, of BOS,
+            of the Fisher information and of the passes count: others in config have no effect, and others by name are
+            refused.
         own: as run_prune().
 
     Raises:
         UserError: as prune().
     """
-    config = PruneConfig(**config.select(*CALIBRATION, "passes"))
+    _check_arguments(model, tokenizer)
+    groups = (*CALIBRATION, "passes")
+    config = PruneConfig(**_config(config, settings, settings_of(*groups)).select(*groups))
     stage = Stages(RunState(), model_device(model))
     titles = calibration_titles(config, calibration=calibration) if progress else ()
-    with planned(titles), stage.noting(), evaluating(model), device_rules(model, config):
-        config = with_sources(config, calibration, None, None)
+    with planned(titles), _running(model, config, stage.notes):
+        config = with_sources(config, calibration, None, None, named=settings)
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
@@ -229,22 +257,29 @@ def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], pro
     Raises:
         UserError: as prune().
     """
+    _check_arguments(model, tokenizer)
     stage = Stages(RunState(), model_device(model))
     needs = [(config, stages.reads(config, None)) for config in (config.resolved() for config in configs)]
     config, reads = max(needs, key=lambda need: own_windows(need[0], **need[1]))
-    with stage.noting(), evaluating(model), device_rules(model, config):
-        check_plain(model)
+    with _running(model, config, stage.notes):
         engine = make_engine(model, [], config, progress=progress)
         return stages.own_text(stage, engine, config, tokenizer, **reads)[0]
 
 
-def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress: bool = True) -> dict:
+def evaluate_model(
+    model: nn.Module,
+    tokenizer=None,
+    *,
+    config: PruneConfig | None = None,
+    eval: str | Tensor | Sequence[str | Tensor] | None = None,
+    progress: bool = True,
+    **settings,
+) -> dict:
     """Perplexity of a model as it is, with its protocol, and the zeros it holds.
 
     Args:
-        model, tokenizer: a causal language model and its tokenizer.
-        config: eval, eval_seqlen (default: seqlen), eval_windows and bos count.
-        progress: show a bar.
+        model, tokenizer, config, eval, progress, **settings: as prune(). Only the settings eval, eval_seqlen (default:
+            seqlen), eval_windows and bos count: others in config have no effect, and others by name are refused.
 
     Returns:
         {"perplexity": [{source, perplexity, seqlen, windows, tokens_sha256, bos, tokenizer}], one for each text,
@@ -253,12 +288,13 @@ def evaluate_model(model: nn.Module, tokenizer, *, config: PruneConfig, progress
     Raises:
         UserError: as prune().
     """
-    stage = Stages(RunState(), model_device(model))
-    with stage.noting(), evaluating(model):
-        config = with_sources(config, None, None, None)
+    _check_arguments(model, tokenizer)
+    config = _config(config, settings, (*settings_of("eval", "bos"), "seqlen"))
+    with recording([]), evaluating(model):
+        config = with_sources(config, None, eval, None)
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
-        sources = sources_of(config, None, None, None)
+        sources = sources_of(config, None, eval, None)
         texts = read_texts(config, engine, tokenizer, sources, calibration=False)
         found = [
             {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
@@ -276,32 +312,18 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     """
     check_plain(model)
     if surplus := surplus_layers(model):
-        warnings.warn(surplus, stacklevel=2)
+        warn(surplus)
     if config.nm and not config.responds and config.method == "fwanda":
-        warnings.warn(
+        warn(
             f"row budgets have no effect inside an n:m group, so fwanda with {config.pattern} equals wanda with "
-            f"{config.pattern}; --allocation response also weighs columns and differs",
-            stacklevel=2,
+            f"{config.pattern}; --allocation response also weighs columns and differs"
         )
     if config.weighs_tokens and config.allocation != "uniform":
-        warnings.warn(f"--allocation {config.allocation} has no effect with --pattern {config.pattern}", stacklevel=2)
+        warn(f"--allocation {config.allocation} has no effect with --pattern {config.pattern}")
     targets, skipped = select_targets(*find_targets(model), config)
     check_model(model, targets, config)
     check_finite(make_engine(model, targets, config))
     return targets, skipped
-
-
-def _described(model: nn.Module, config: PruneConfig, engine: Engine) -> dict:
-    """The settings of a run, with its model, and with the device and dtype that it used in place of "auto"."""
-    dtype = str(engine.targets[0].module.weight.dtype).removeprefix("torch.")
-    name = model.config.name_or_path
-    return {"model": name, **config.to_dict(), "device": str(engine.device), "dtype": dtype}
-
-
-def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | None:
-    if texts.calibration is not None:
-        return tokens_sha256(texts.calibration)
-    return None if statistics is None else statistics.tokens_sha256
 
 
 def _floored_rows(
@@ -313,19 +335,8 @@ def _floored_rows(
     return count_floored_rows(statistics, [target.name for target in targets])
 
 
-def _skipped_row(item: Skipped) -> MatrixRow:
-    size = sum(p.numel() for p in item.parameters)
-    return MatrixRow(item.name, item.shape, size, size, sum(count_zeros(item.parameters)), skipped=item.reason)
-
-
 def _zero_shares(counts: WeightCounts) -> dict[str, float]:
     return {
         "matrices": counts.target_zeros / counts.target_parameters,
         "model": counts.zeros / counts.parameters,
     }
-
-
-def _peak_memory(stage: Stages, device: torch.device) -> int:
-    if device.type == "cuda":
-        return stage.peak_bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from ..config import PruneConfig
 from ..measure.statistics import Statistics
+from ..notes import muted
 from . import stages
 from .read_texts import own_windows
 from .stage import StageName
@@ -52,6 +51,5 @@ def calibration_titles(config: PruneConfig, *, calibration=None, loads: bool = F
 
 
 def _resolved(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> PruneConfig:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run itself shows them
+    with muted():  # the run itself warns
         return with_sources(config, calibration, eval, statistics)

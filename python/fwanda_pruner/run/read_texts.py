@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ..engine.engine import Engine
 from ..errors import UserError
 from ..evaluate.perplexity import check_tokens, choose_bos
 from ..model.targets import check_length
+from ..notes import warn
 from ..source_shares import OWN_TEXT, counts_of, interleaved
 from ..text.domains import REPORTED, Domain, choice_windows, split_windows
 from ..text.sources import naming
@@ -90,10 +90,17 @@ def read_texts(
     windows = {name: reader.evaluation(source) for name, source in sources.evaluation.items()}
     found: list[Domain] = []
     if domains:
-        compared = reader.mix_if_readable() if mix is None and config.compares_with_wanda else mix
-        found = reader.domains(compared)
-    tokens, labels = (mix.tokens, mix.labels) if mix else (None, None)
+        if mix is None and _is_domain(config):
+            mix = reader.mix_if_readable()
+        found = reader.domains(mix)
+    tokens, labels = (mix.tokens, mix.labels) if calibration else (None, None)
     return Texts(tokens, labels, windows, tuple(found), reader.bos)
+
+
+def _is_domain(config: PruneConfig) -> bool:
+    """Whether the calibration text is a domain where statistics are given. Wanda alone has no text written for that."""
+    written = OWN_TEXT in [source.name for source in config.sources]
+    return config.compares_with_wanda or (config.reads_text and not written)
 
 
 @dataclass(frozen=True)
@@ -180,11 +187,11 @@ class _Reader:
         return self.read(self._mix, self.sources.calibration)
 
     def mix_if_readable(self) -> _Mix | None:
-        """The calibration text, which only the comparison needs: if it cannot be read, a warning says so."""
+        """The calibration text, which only the domains need: if it cannot be read, a warning says so."""
         try:
             return self.mix()
         except UserError as error:
-            warnings.warn(f"the result is not compared with Wanda's on the calibration text: {error}", stacklevel=3)
+            warn(f"the losses on the calibration text are not measured: {error}")
             return None
 
     def _mix(self, bos: bool) -> _Mix:
@@ -232,7 +239,7 @@ class _Reader:
             except UserError as error:
                 if self.config.guard is not None:
                     raise
-                warnings.warn(f"the guard {name} is left out: {error}", stacklevel=3)
+                warn(f"the guard {name} is left out: {error}")
                 continue
             calibrated = self.config.reads_text and name in names
             found.append(self._domain(name, guard.tokens, calibrated=calibrated, unread=not calibrated))

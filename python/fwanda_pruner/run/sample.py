@@ -15,6 +15,7 @@ from ..errors import UserError
 from ..formats.files import atomic_file, check_file
 from ..model.plain import check_plain
 from ..model.targets import find_targets
+from ..notes import recording
 from ..report.record import versions
 from ..text.own_text import start_token_of
 from . import stages
@@ -66,7 +67,7 @@ def write_sample(
         raise UserError("the model has no tokenizer, which turns sampled tokens into text; add its files to the folder")
     device, state = model_device(model), state or RunState()
     stage = Stages(state, device)
-    with stage.noting(), evaluating(model), device_rules(model, config):
+    with recording(stage.notes), evaluating(model), device_rules(model, config):
         check_plain(model)
         start = start_token_of(model, tokenizer, config.start_token)
         engine = make_engine(model, find_targets(model)[0], config, progress=progress)

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import warnings
 from pathlib import Path
 
 from ..config import PruneConfig, settings_of
@@ -12,6 +11,7 @@ from ..formats.audit import Part, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
 from ..model.targets import is_multimodal
+from ..notes import warn
 from ..report.card import model_card
 from ..report.record import FILE_NAME, Report
 from .stage import StageName, timed
@@ -75,12 +75,11 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         slices = {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
         not_found = dense.verify(folder, _expected_zeros(report), model=model, slices=slices)
     for note in notes:
-        warnings.warn(note, stacklevel=2)
+        warn(note)
     if not_found:
-        warnings.warn(
+        warn(
             f"{output}: the zeros of {len(not_found)} matrices were not counted, because the files hold them under "
-            f"unknown names; the first is {not_found[0]}",
-            stacklevel=2,
+            f"unknown names; the first is {not_found[0]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The stages of a run: what each costs, what it warns of, and what an interrupted run keeps of it.
+"""The stages of a run: what each costs, and what an interrupted run keeps of it.
 
 Nothing else in the package times a stage or resumes one.
 """
@@ -6,12 +6,10 @@ Nothing else in the package times a stage or resumes one.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -101,7 +99,7 @@ class Stages:
     Attributes:
         seconds: stage -> seconds.
         peak_bytes: peak of the GPU memory over all stages.
-        notes: the warnings of the run.
+        notes: the warnings of the run, see notes.recording().
     """
 
     def __init__(self, state: RunState, device: torch.device):
@@ -158,25 +156,6 @@ class Stages:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
                 self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._device))
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Collects this package's warnings in `notes`, and shows each of them once."""
-        package = str(Path(__file__).parents[1])
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UserWarning)
-            show = warnings.showwarning
-
-            def note(message, category, filename, lineno, file=None, line=None):
-                ours = issubclass(category, UserWarning) and filename.startswith(package)
-                if ours and str(message) in self.notes:
-                    return
-                if ours:
-                    self.notes.append(str(message))
-                show(message, category, filename, lineno, file, line)
-
-            warnings.showwarning = note
-            yield
 
 
 class _UnfinishedStage:

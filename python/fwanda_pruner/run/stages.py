@@ -6,7 +6,6 @@ Each takes `stage`, which times it and brings back its result from an interrupte
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -22,12 +21,13 @@ from ..engine.engine import Engine, make_engine
 from ..engine.loop import PassRecord
 from ..errors import UserError
 from ..evaluate.perplexity import check_dense, engine_perplexity
-from ..measure.statistics import Statistics, measure_statistics
+from ..measure.statistics import Statistics, check_uses_statistics, measure_statistics
 from ..measure.token_weights import measure_token_sq_grads
 from ..methods.block_loop import prune_blocks
 from ..methods.job import Inputs
 from ..methods.refit import Refit
 from ..model.targets import find_targets
+from ..notes import warn
 from ..report.record import MatrixRow, versions
 from ..text.domains import Domain, spread_evenly
 from ..text.own_text import sample_tokens, start_token_of
@@ -39,6 +39,8 @@ from .stage import StageName, Stages
 from .state import RunState
 from .texts import Sources, Texts
 
+_SHOWN = 0.001  # nats: smaller differences between losses are not shown
+
 
 def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None) -> None:
     """Refuses given statistics that the run cannot use.
@@ -48,10 +50,7 @@ def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None)
     """
     if given is None:
         return
-    if not config.reads_statistics:
-        raise UserError(
-            f"--method {config.method} in --order {config.order} uses no statistics; leave --statistics out"
-        )
+    check_uses_statistics(config)
     if config.needs_fisher and given.fisher not in (None, config.fisher):
         raise UserError(
             f"--fisher {config.fisher} contradicts the statistics, which are of --fisher {given.fisher}; "
@@ -161,7 +160,7 @@ def dense_perplexity(stage: Stages, engine: Engine, texts: Texts) -> dict[str, f
     vocabulary = engine.model.config.get_text_config().vocab_size
     for source, value in dense.items():
         if note := check_dense(value, vocabulary, source):
-            warnings.warn(note, stacklevel=2)
+            warn(note)
     return dense
 
 
@@ -171,7 +170,7 @@ def statistics(
     """The given statistics, or those that the method needs, or None; and how their windows ran in this run."""
     if given is not None:
         if texts.calibration is not None and tokens_sha256(texts.calibration) != given.tokens_sha256:
-            warnings.warn("the statistics were measured on another text than --calibration", stacklevel=2)
+            warn("the statistics were measured on another text than --calibration")
         return given.to(engine.device), None
     if not config.reads_statistics:
         return None, None
@@ -244,10 +243,9 @@ def choice(
     noted = len(stage.notes)
     read = [domain.source for domain in texts.domains if not domain.unread]
     if read:
-        warnings.warn(
+        warn(
             f"calibration reads all windows of {', '.join(read)}, so the allocation is chosen on the last of them; to "
-            f"choose on other text, use a smaller --nsamples or a longer text",
-            stacklevel=2,
+            f"choose on other text, use a smaller --nsamples or a longer text"
         )
     rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
     chosen = stage(
@@ -358,8 +356,8 @@ def domains(
     for domain in texts.domains:
         name = domain.source
         losses = {"dense": before["dense"][name], "wanda": wanda.get(name, math.inf), "pruned": pruned[name]}
-        if math.isfinite(losses["wanda"]) and losses["pruned"] > losses["wanda"]:
-            warnings.warn(_worse_than_wanda(config, domain, losses), stacklevel=2)
+        if math.isfinite(losses["wanda"]) and losses["pruned"] - losses["wanda"] >= _SHOWN:
+            warn(_worse_than_wanda(config, domain, losses))
         finite = {key: loss if math.isfinite(loss) else None for key, loss in losses.items()}
         facts = {"source": name, "calibrated": domain.calibrated, "unread": domain.unread}
         rows.append({**facts, "windows": len(domain.reported), **finite})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..config import PruneConfig
 from ..errors import UserError
 from ..measure.statistics import Statistics
+from ..notes import warn
 from ..setting_checks import flag, plain
 from ..source_shares import OWN_TEXT, parse_sources
 from ..text.domains import Domain
@@ -89,9 +89,10 @@ def with_sources(
     if calibration is not None and not ids:
         config = replace(config, calibration=calibration)
     if config.start_token is not None and OWN_TEXT not in [*(source.name for source in config.sources), *config.guards]:
-        warnings.warn("--start-token has no effect without --calibration self or --guard self", stacklevel=3)
+        warn("--start-token has no effect without --calibration self or --guard self")
     if statistics is not None:
-        config = replace(config, order=config.order or "onepass", fisher=config.fisher or statistics.fisher)
+        order, fisher = config.order or config.traits.order, config.fisher or statistics.fisher
+        config = replace(config, order=order, fisher=fisher)
         read = {} if statistics.fisher_samples is None else {"fisher_samples": statistics.fisher_samples}
         if not config.runs_blocks:
             read |= statistics.text
@@ -103,7 +104,7 @@ def with_sources(
         new = {name: value for name, value in shape.items() if changes.get(name) != value}
         _warn_of_unused(config, new, "the token ids", named)
         if statistics is not None and tokens_sha256(calibration) != statistics.tokens_sha256:
-            warnings.warn("the statistics were measured on another text than --calibration", stacklevel=3)
+            warn("the statistics were measured on another text than --calibration")
         changes |= {"calibration": (TOKENS,), **shape}
     if eval is not None:
         texts = _named(eval)
@@ -155,7 +156,7 @@ def _warn_of_unused(config: PruneConfig, read: dict, what: str, named: Collectio
         if asked not in (None, value) and (asked != defaults[name] or name in named):
             asked, value = (", ".join(x) if isinstance(x, tuple) else x for x in (asked, value))
             of = flag(name)
-            warnings.warn(f"{of} {asked} has no effect: {what} are of {of} {value}", stacklevel=4)
+            warn(f"{of} {asked} has no effect: {what} are of {of} {value}")
 
 
 def sources_of(config: PruneConfig, calibration, eval, statistics: Statistics | None) -> Sources:

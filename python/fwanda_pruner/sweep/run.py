@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -19,11 +18,12 @@ from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine, make_engine
 from ..errors import UserError
 from ..evaluate.lm_eval_tasks import BATCH_SIZE, check_tasks, evaluate_tasks
-from ..evaluate.perplexity import check_dense
+from ..evaluate.perplexity import check_dense, check_pruned
 from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
 from ..model.plain import check_plain
 from ..model.targets import find_targets
+from ..notes import warn
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
 from ..terminal import say
@@ -106,7 +106,8 @@ def run(
     sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
     weights = _copied(engine)
     cells, shared = {}, _Shared()
-    for number, config in enumerate(sorted(recipe.cells, key=_calibration), 1):
+    ordered = sorted(recipe.cells, key=lambda config: (_calibration(config), config.removed))
+    for number, config in enumerate(ordered, 1):
         path, label = _cell_path(sweep, config), describe(config, recipe.cells)
         if not path.is_file():
             if progress:
@@ -118,7 +119,11 @@ def run(
                 raise UserError(f"{label}: {error}") from error
             finally:
                 _restore(engine, weights)
-            _write(path, {"model": source, **cell, "dense": dense})
+            cell = {"model": source, **cell, "dense": dense}
+            if note := _damage(sweep, config, cell, cells):
+                warn(f"{label}: {note}")
+                cell["report"]["warnings"].append(note)
+            _write(path, cell)
         cells[config] = _read(path, _CELL_KEYS)
     return [cells[config] for config in recipe.cells]
 
@@ -203,9 +208,25 @@ def _dense_figures(sweep: _Sweep, config: PruneConfig) -> dict:
     vocabulary = sweep.model.config.get_text_config().vocab_size
     for text in figures["perplexity"]:
         if note := check_dense(text["perplexity"], vocabulary, text["source"]):
-            warnings.warn(note, stacklevel=2)
+            warn(note)
     _write(path, figures)
     return figures
+
+
+def _damage(
+    sweep: _Sweep, config: PruneConfig, cell: dict, finished: Mapping[PruneConfig, dict] | None = None
+) -> str | None:
+    """What check_pruned() says of a cell, and which lower sparsity among the finished cells does no such damage."""
+    texts = zip(cell["dense"]["perplexity"], cell["perplexity"], strict=True)
+    measured = {before["source"]: (before["perplexity"], after["perplexity"]) for before, after in texts}
+    note = check_pruned(measured, sweep.model.config.get_text_config().vocab_size, config)
+    if note is None or not finished:
+        return note
+    alike = [c for c in finished if {**c.to_dict(), "sparsity": None} == {**config.to_dict(), "sparsity": None}]
+    lower = [c for c in alike if c.removed < config.removed and _damage(sweep, c, finished[c]) is None]
+    if not lower:
+        return note
+    return f"{note}; here, --sparsity {max(lower, key=lambda c: c.removed).sparsity} did no such damage"
 
 
 def _measured(sweep: _Sweep, config: PruneConfig) -> dict:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import UserError, one_line, show
+from ..notes import warn
 from . import chat
 from .chat import Conversation, conversation_of
 
@@ -88,7 +88,7 @@ def document_of(row: Any, where: str) -> str | Conversation | None:
 def warn_of_missing(source: str, missing: int, total: int, first: str = "") -> None:
     """Warns that some rows of a text have none."""
     if missing:
-        warnings.warn(f"{source}: {missing} of {total} rows have no text and are left out{first}", stacklevel=2)
+        warn(f"{source}: {missing} of {total} rows have no text and are left out{first}")
 
 
 def _documents(path: Path, rows: Iterable[Row]) -> list[str | Conversation]:

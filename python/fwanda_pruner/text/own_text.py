@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ..engine.memory import free_memory
 from ..engine.resume import Unfinished
 from ..errors import UserError, show
 from ..model.targets import check_length
+from ..notes import warn
 from ..progress import progress_bar
 
 _END_OF_TEXT = "<|endoftext|>"  # separates the documents that GPT-2, and many models after it, were trained on
@@ -164,7 +164,7 @@ def _smaller(size: int, device: torch.device, seqlen: int) -> int:
             f"a sequence of {seqlen} tokens does not fit the memory of {device}; use a smaller --seqlen or a larger "
             f"--max-memory"
         )
-    warnings.warn(f"{device} ran out of memory: sampling {size // 2} sequences at a time", stacklevel=3)
+    warn(f"{device} ran out of memory: sampling {size // 2} sequences at a time")
     return size // 2
 
 

@@ -10,13 +10,13 @@ import hashlib
 import os
 import re
 import sysconfig
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError, one_line, show
+from ..notes import muted
 from ..source_shares import OWN_TEXT
 from .chat import Conversation, Rendered
 from .files import EXPECTED, FIELDS, document_of, kind_of, read_file, warn_of_missing
@@ -104,8 +104,7 @@ def check_source(source: str, flag: str, *, purpose: Purpose, local: bool = Fals
         return
     if local and (source in NAMED or (_DATASET_NAME.fullmatch(source) and kind_of(Path(source)) is None)):
         return
-    with naming(flag), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run repeats them
+    with naming(flag), muted():  # the run repeats the warnings
         _find(source, purpose)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..notes import warn
 from ..source_shares import OWN_TEXT
 from .sources import NAMED, load_documents
 
@@ -229,10 +229,9 @@ def _draw_from_stream(source: str, stream: Tensor, nsamples: int, length: int, s
     if nsamples <= windows:
         starts = torch.randperm(windows, generator=generator, device="cpu")[:nsamples] * length
     else:
-        warnings.warn(
+        warn(
             f"{source} has {windows} windows of {length} tokens and {nsamples} are wanted, so they are drawn from "
-            f"random offsets and overlap; use a smaller --nsamples or --seqlen, or a longer text",
-            stacklevel=3,
+            f"random offsets and overlap; use a smaller --nsamples or --seqlen, or a longer text"
         )
         starts = torch.randint(stream.numel() - length + 1, (nsamples,), generator=generator, device="cpu")
     return stream.unfold(0, length, 1)[starts]
@@ -306,4 +305,4 @@ def _require_one_window(source: str, stream: Tensor, length: int) -> None:
 def warn_if_few(nsamples: int) -> None:
     """Warns of a calibration with few windows."""
     if nsamples < _FEW_SAMPLES:
-        warnings.warn(f"{nsamples} calibration samples are few: use at least {_FEW_SAMPLES}", stacklevel=3)
+        warn(f"{nsamples} calibration samples are few: use at least {_FEW_SAMPLES}")

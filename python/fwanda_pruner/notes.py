@@ -1,0 +1,60 @@
+"""Warnings of a run: shown to the caller, and kept for the record."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+# Each thread has its own.
+_notes: ContextVar[list[str] | None] = ContextVar("notes", default=None)
+_muted: ContextVar[bool] = ContextVar("muted", default=False)
+
+
+def warn(message: str) -> None:
+    """Warns once in a run, at the line that called this package, and adds the message to the notes of the run.
+
+    The filters of the caller decide what is shown. The notes have every message.
+    """
+    if _muted.get():
+        return
+    notes = _notes.get()
+    if notes is not None:
+        if message in notes:
+            return
+        notes.append(message)
+    warnings.warn(message, UserWarning, stacklevel=_levels_to_caller())
+
+
+@contextmanager
+def recording(notes: list[str]) -> Iterator[None]:
+    """Inside the block, warn() in this thread also adds its messages to `notes`."""
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Inside the block, warn() in this thread does nothing: for work that is done again and warns then."""
+    token = _muted.set(True)
+    try:
+        yield
+    finally:
+        _muted.reset(token)
+
+
+def _levels_to_caller() -> int:
+    """The stacklevel, in warn(), of the frame that called the outermost function of this package."""
+    frame, level, caller = inspect.currentframe().f_back, 1, 1
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            caller = level + 1
+        frame, level = frame.f_back, level + 1
+    return caller
