@@ -12,7 +12,7 @@ from dataclasses import fields
 
 from .commands import calibrate, demo, doctor, evaluate, prune, report, sample, sweep
 from .config import CALIBRATION, GROUPS, PruneConfig
-from .errors import UserError
+from .errors import UserError, install_hint
 from .setting_checks import flag
 
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         message = " ".join(str(error).splitlines())
     except ModuleNotFoundError as error:
-        message = f'{error}; install the pruner: pip install "fwanda-kernels[prune]"'
+        message = f"{error}; {install_hint('prune')}"
     except RuntimeError as error:
         # recognised by name, because neither package is imported yet
         hints = {"BackendError": "", "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu"}

@@ -180,7 +180,9 @@ class _Reader:
             return [self.string() for _ in range(count)]
         if kind in _SCALARS:
             return [(value,) for value in self.numbers(f"{count}{_SCALARS[kind]}")]
-        raise ValueError("arrays of arrays are not supported" if kind == _ARRAY else f"a value of type {kind} is unknown")
+        raise ValueError(
+            "arrays of arrays are not supported" if kind == _ARRAY else f"a value of type {kind} is unknown"
+        )
 
     def _take(self, count: int) -> bytes:
         if count > len(self._content):

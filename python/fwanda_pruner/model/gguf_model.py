@@ -48,9 +48,7 @@ def load_gguf(file: Path, dtype: torch.dtype):
     try:
         copy = keep_folder(key, lambda folder: _write(folder, model, tokenizer), size)
     except NotKept as reason:
-        warnings.warn(
-            f"{file.name} is converted at each load, because no copy can be kept: {reason}", stacklevel=4
-        )
+        warnings.warn(f"{file.name} is converted at each load, because no copy can be kept: {reason}", stacklevel=4)
         return model, tokenizer
     expected = _digest(model, tokenizer)
     del model, tokenizer  # a large model would be in memory twice
@@ -70,7 +68,11 @@ def _key(file: Path, dtype: torch.dtype) -> str:
 def _convert(content: GgufFile, dtype: torch.dtype):
     name, kwargs = str(content.path), {"gguf_file": content.path.name}
     folder = content.path.parent
-    with served(content), contextlib.redirect_stderr(io.StringIO()), loading_errors(f"model {name!r} cannot be read as GGUF"):
+    with (
+        served(content),
+        contextlib.redirect_stderr(io.StringIO()),
+        loading_errors(f"model {name!r} cannot be read as GGUF"),
+    ):
         config = AutoConfig.from_pretrained(folder, **kwargs)
         auto_class(config, name)
         _check_sizes(config, content)

@@ -25,7 +25,9 @@ def hub_options(name: str) -> dict[str, bool]:
             return {}
         reason = "HF_HUB_OFFLINE is set"
     except HFValidationError:
-        raise UserError(f"model {name!r}: no such folder, and the name cannot be an id of the Hugging Face hub") from None
+        raise UserError(
+            f"model {name!r}: no such folder, and the name cannot be an id of the Hugging Face hub"
+        ) from None
     except GatedRepoError:
         raise UserError(
             f"model {name!r}: its owner asks for an agreement; accept it on the page of the model, then run: hf auth login"
@@ -36,7 +38,9 @@ def hub_options(name: str) -> dict[str, bool]:
             f"model, run: hf auth login)"
         ) from None
     except EntryNotFoundError:
-        raise UserError(f"model {name!r}: its repository has no config.json, so it is not a Hugging Face model") from None
+        raise UserError(
+            f"model {name!r}: its repository has no config.json, so it is not a Hugging Face model"
+        ) from None
     except Exception as error:  # the HTTP libraries share no base class
         reason = " ".join(str(error).split())[:200] or type(error).__name__
     if downloaded:

@@ -119,7 +119,9 @@ def _device(device: str) -> torch.device:
 def _checked_name(name: str | Path) -> str:
     """The name as text, if the file system can look it up."""
     if not isinstance(name, str | Path):
-        raise UserError(f"model must be a name or a path, got {type(name).__name__}; a loaded model needs no load_model()")
+        raise UserError(
+            f"model must be a name or a path, got {type(name).__name__}; a loaded model needs no load_model()"
+        )
     name = str(name)
     if has_control(name):
         raise UserError(f"model {shortened(name)} holds an unprintable character; rename it")
