@@ -270,7 +270,7 @@ def demo(args: argparse.Namespace) -> None:
     """Prunes a small model by several methods and prints a table."""
     from .demo import run
 
-    run(Path(args.output), quick=args.quick)
+    run(Path(args.output) if args.output else None, quick=args.quick)
 
 
 def doctor(_args: argparse.Namespace) -> None:

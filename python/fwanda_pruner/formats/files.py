@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import UserError, shortened
+from ..model.cache import home_folder
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -109,7 +110,7 @@ def check_output(
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
             raise UserError(f"output {output} exists and is not empty; choose another folder or pass --overwrite")
-        if any(place == output or output in place.parents for place in (Path.cwd(), Path.home())):
+        if any(place == output or output in place.parents for place in (Path.cwd(), home_folder()) if place):
             raise UserError(
                 f"output {output} is or contains the current or the home folder, which is never overwritten; choose "
                 f"another folder"

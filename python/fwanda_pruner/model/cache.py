@@ -1,6 +1,6 @@
 """Folders that this package keeps for later runs: named by a key, complete or absent, checked whenever they are used.
 
-The cache is the folder FWANDA_CACHE, else fwanda in XDG_CACHE_HOME, else ~/.cache/fwanda. It can be deleted at any time.
+The cache is the folder FWANDA_CACHE, else XDG_CACHE_HOME/fwanda, else ~/.cache/fwanda. It can be deleted at any time.
 """
 
 import contextlib

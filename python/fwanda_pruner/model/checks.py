@@ -1,4 +1,4 @@
-"""What a checkpoint must be: a causal language model with floating-point weights, complete, in files that may be read."""
+"""Checks of a checkpoint: a causal language model, floating-point weights, complete, in files that may be read."""
 
 import contextlib
 import json

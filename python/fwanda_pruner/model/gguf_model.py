@@ -33,8 +33,7 @@ def load_gguf(file: Path, dtype: torch.dtype):
     Warns:
         UserWarning: the copy cannot be kept, or was broken.
     """
-    with loading_errors(f"model {str(file)!r} is not a complete GGUF file"):
-        content = read_gguf(file)
+    with loading_errors(f"model {str(file)!r} cannot be read"):
         key = _key(file, dtype)
     try:
         if copy := kept_folder(key):
@@ -43,6 +42,8 @@ def load_gguf(file: Path, dtype: torch.dtype):
         reason = " ".join(str(error).split())[:200]
         warnings.warn(f"the converted copy of {file.name} is made anew: {reason}", stacklevel=4)
         remove_folder(key)
+    with loading_errors(f"model {str(file)!r} is not a complete GGUF file"):
+        content = read_gguf(file)
     model, tokenizer = _convert(content, dtype)
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     try:

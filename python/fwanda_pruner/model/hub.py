@@ -1,4 +1,4 @@
-"""Whether a name that is no folder is a model of the Hugging Face hub: asked once, so that a typo is answered at once."""
+"""Whether a name that is no folder is a model of the Hugging Face hub. It is asked once: a typo is answered at once."""
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -30,12 +30,12 @@ def hub_options(name: str) -> dict[str, bool]:
         ) from None
     except GatedRepoError:
         raise UserError(
-            f"model {name!r}: its owner asks for an agreement; accept it on the page of the model, then run: hf auth login"
+            f"model {name!r}: its owner asks for an agreement; accept it on the model's page, then run: hf auth login"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"model {name!r}: no such folder, and the Hugging Face hub has no such model; check the name (for a private "
-            f"model, run: hf auth login)"
+            f"model {name!r}: no such folder, and the Hugging Face hub has no such model; check the name (for a "
+            f"private model, run: hf auth login)"
         ) from None
     except EntryNotFoundError:
         raise UserError(
@@ -46,5 +46,6 @@ def hub_options(name: str) -> dict[str, bool]:
     if downloaded:
         return {"local_files_only": True}
     raise UserError(
-        f"model {name!r}: no such folder, and the Hugging Face hub cannot be asked ({reason}); check the name or the network"
+        f"model {name!r}: no such folder, and the Hugging Face hub cannot be asked ({reason}); check the name, or the "
+        f"network"
     )
