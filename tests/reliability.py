@@ -64,6 +64,24 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "12 Quantised layers are pruned into nonsense",
         "they are refused by name before weights are read",
     ),
+    "GGUF": (
+        "A GGUF file is converted at each load, or its converted copy is broken, stale or half written",
+        "it is converted once; the copy gives the bits that transformers reads from the file, is checked at each load "
+        "and made anew if it is broken; writers at once share one copy",
+    ),
+    "no home": (
+        "There is no home folder, or it cannot be written",
+        "models load, with one warning where no converted copy can be kept; output can be overwritten",
+    ),
+    "typo": (
+        "A mistyped folder or id makes the hub be asked again and again",
+        "what looks like a path is refused at once; the hub is asked once, for at most a few seconds, and a model that "
+        "was downloaded before loads without it",
+    ),
+    "busy": (
+        "Other programs keep the CPUs busy, and the threads of a run wait for each other",
+        "one warning and `fwanda doctor` say so, and that OMP_NUM_THREADS=1 helps",
+    ),
     "lm_head": (
         "13 lm_head or a tied embedding is pruned by default",
         "they are never touched; asking for them is an error, tied or not",

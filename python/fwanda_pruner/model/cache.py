@@ -121,7 +121,7 @@ def describe_cache() -> str:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         return f"{root} cannot be written; set FWANDA_CACHE to another folder to keep converted GGUF models"
     size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
-    return f"{root}: {len(folders)} converted GGUF models, {size_text(size)}; delete that folder to clear it"
+    return f"{root} holds {size_text(size)}, converted GGUF models: {len(folders)}; delete that folder to clear it"
 
 
 def size_text(count: int) -> str:
