@@ -112,9 +112,13 @@ def hub(folder, tmp_path):
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self):
+            if self.path.startswith("/api"):  # the library asks for other things too
+                return self.send_error(404)
             asked.append(self.path)
-            self.send_response(503 if "/down/" in self.path or "/org/" in self.path else 404)
-            self.send_header("X-Error-Code", "RepoNotFound")
+            down = self.path.startswith(("/down/", "/org/"))
+            self.send_response(503 if down else 404)
+            if not down:
+                self.send_header("X-Error-Code", "RepoNotFound")
             self.end_headers()
 
         do_GET = do_HEAD
