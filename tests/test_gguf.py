@@ -278,6 +278,18 @@ def test_doctor_says_what_the_cache_holds_and_how_to_clear_it(file, capsys):
     assert "converted GGUF models: 1" in capsys.readouterr().out
 
 
+@pytest.mark.fault("no home")
+def test_doctor_says_why_there_is_no_cache(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    for place in ("file", "file/cache"):
+        monkeypatch.setenv("FWANDA_CACHE", str(tmp_path / place))
+        assert main(["doctor"]) == 0
+        assert f"{tmp_path / place} cannot be written; set FWANDA_CACHE" in capsys.readouterr().out
+    forget_home(monkeypatch)
+    assert main(["doctor"]) == 0
+    assert "there is no home folder; set FWANDA_CACHE to a folder" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("architecture", ["t5", "bert", "clip", "nonesuch"])
 def test_a_file_of_another_kind_of_model_is_refused(tmp_path, architecture):
     write_tiny_gguf(tmp_path / "other.gguf", architecture)

@@ -55,7 +55,7 @@ def kept_folder(key: str) -> Path | None:
     """
     try:
         folder = cache_folder() / key
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             return None
         if json.loads((folder / _SUMS).read_text()) == _sums(folder):
             return folder
@@ -116,12 +116,12 @@ def describe_cache() -> str:
         root = cache_folder()
     except NotKept as error:
         return f"none: {error}"
-    folders = [path for path in root.iterdir() if (path / _SUMS).is_file()] if os.access(root, os.R_OK) else []
-    parent = next(path for path in (root, *root.parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    parent = next(path for path in (root, *root.parents) if os.path.lexists(path))
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         return f"{root} cannot be written; set FWANDA_CACHE to another folder to keep converted GGUF models"
-    size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
-    return f"{root} holds {size_text(size)}, converted GGUF models: {len(folders)}; delete that folder to clear it"
+    sums = list(root.glob(f"*/{_SUMS}"))
+    size = sum(file.stat().st_size for path in sums for file in path.parent.iterdir())
+    return f"{root} holds {size_text(size)}, converted GGUF models: {len(sums)}; delete that folder to clear it"
 
 
 def size_text(count: int) -> str:
