@@ -47,7 +47,7 @@ def test_a_demo_replaces_a_demo_of_its_size_alone(here, capsys):
     for _ in range(2):
         assert main(["demo", "--quick", "--output", "out"]) == 0
     record = here / "out" / "fwanda.json"
-    for changes in ({"nsamples": 8, "seqlen": 512}, {"model": "mine"}):
+    for changes in ({"nsamples": 16, "seqlen": 256}, {"model": "mine"}):
         report = json.loads(record.read_text())
         report["config"] |= changes
         record.write_text(json.dumps(report))

@@ -41,7 +41,7 @@ class _Size(NamedTuple):
     seqlen: int
 
 
-_SIZE, _QUICK_SIZE = _Size(8, 8, 512), _Size(2, 2, 128)
+_SIZE, _QUICK_SIZE = _Size(16, 16, 256), _Size(2, 2, 128)
 
 
 @dataclass(frozen=True)
