@@ -1,5 +1,6 @@
 """Fixtures that every test file shares."""
 
+import os
 import sys
 from contextlib import nullcontext
 
@@ -14,6 +15,15 @@ def seed() -> int:
     """Seed of torch's global generator, set before each test."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Converted GGUF models of all tests are kept in one temporary folder, which the workers of pytest-xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FWANDA_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
+        yield
 
 
 @pytest.fixture(params=["first", "reference"])

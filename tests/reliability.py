@@ -85,6 +85,24 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "The model returns tuples (return_dict=False)",
         "masks and weights are those of the same model with named outputs",
     ),
+    "GGUF": (
+        "A GGUF file is converted at each load, or its converted copy is broken, stale or half written",
+        "it is converted once; the copy gives the bits that transformers reads from the file, is checked at each load "
+        "and made anew if it is broken; writers at once share one copy",
+    ),
+    "no home": (
+        "There is no home folder, or it cannot be written",
+        "models load, with one warning where no converted copy can be kept; output can be overwritten",
+    ),
+    "typo": (
+        "A mistyped folder or id makes the hub be asked again and again",
+        "what looks like a path is refused at once; the hub is asked once, for at most a few seconds, and a model that "
+        "was downloaded before loads without it",
+    ),
+    "busy": (
+        "Other programs keep the CPUs busy, and the threads of a run wait for each other",
+        "one warning and `fwanda doctor` say so, and that OMP_NUM_THREADS=1 helps",
+    ),
     "lm_head": (
         "13 lm_head or a tied embedding is pruned by default",
         "they are never touched; asking for them is an error, tied or not",
@@ -286,10 +304,6 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     "overlap": (
         "Weights overlap in memory (expanded, as_strided, twice in a list), and counts are off",
         "refused in one line before anything is changed; any strides without overlap are served",
-    ),
-    "plain tuples": (
-        "The model's config has return_dict=False",
-        "every method gives the same weights; the config is kept",
     ),
     "repeatable": ("Two runs differ", "the bits are the same for every method and allocation"),
     "statistics file": (

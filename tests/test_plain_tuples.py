@@ -6,7 +6,7 @@ import torch
 
 import fwanda_pruner
 
-pytestmark = [pytest.mark.fault("plain tuples"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [pytest.mark.fault("tuple outputs"), pytest.mark.filterwarnings("ignore::UserWarning")]
 TOKENS = tiny.tokens(16, 24)
 
 

@@ -94,7 +94,11 @@ def test_what_is_no_causal_language_model_is_one_line(kind, call):
 
 @pytest.mark.fault("odd calls")
 @pytest.mark.parametrize("argument", ["tokenizer", "statistics", "state", "calibration", "eval"])
-@pytest.mark.parametrize("value", [5, 1.5, {"a": 1}, [1], object(), TEXT.tolist(), torch.nn.Linear(2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [5, 1.5, {"a": 1}, [1], object(), TEXT.tolist(), torch.nn.Linear(2, 2)],
+    ids=lambda value: type(value).__name__,
+)
 def test_arguments_of_other_types_are_one_line_and_prune_nothing(argument, value):
     model = tiny.llama()
     with pytest.raises(UserError, match=f"{argument} (must be|as token ids)") as error:

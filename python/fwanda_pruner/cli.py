@@ -13,7 +13,7 @@ import warnings
 
 from .arguments import build_parser
 from .commands import Result
-from .errors import UserError, one_line
+from .errors import UserError, install_hint, one_line
 from .terminal import discard, say, styled
 
 _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither package is imported yet
@@ -87,7 +87,7 @@ def _explained(error: Exception) -> tuple[str, int]:
     if isinstance(error, UserError):
         return " ".join(str(error).split()), 2
     if isinstance(error, ModuleNotFoundError):
-        return f'{error}; install the pruner: pip install "fwanda-kernels[prune]"', 2
+        return f"{error}; {install_hint('prune')}", 2
     if isinstance(error, RuntimeError) and name in _HINTS:
         return " ".join(str(error).split()) + _HINTS[name], 2
     if isinstance(error, OSError):

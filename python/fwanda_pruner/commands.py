@@ -380,8 +380,8 @@ def demo(args: argparse.Namespace) -> Result:
     """Prunes a small model by several methods and prints a table."""
     from .demo import run
 
-    run(Path(args.output), quick=args.quick)
-    return Result("", saved=args.output)
+    run(Path(args.output) if args.output else None, quick=args.quick)
+    return Result("")
 
 
 def doctor(_args: argparse.Namespace) -> Result:

@@ -6,7 +6,9 @@ import platform
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .config import PruneConfig
@@ -14,18 +16,32 @@ from .errors import UserError
 from .evaluate.perplexity import perplexity
 from .formats.files import check_output
 from .measure.statistics import Statistics
-from .model.load import load_model
+from .model.load import load_model, quiet
 from .report.record import FILE_NAME, Report
 from .run.pipeline import collect, prune
 from .run.save import save_pruned
-from .run.stage import StageName, timed
+from .run.stage import StageName, pruning_seconds, timed
 from .run.texts import protocol
 from .text.sources import SAMPLE
 from .text.windows import evaluation_tokens
 
+OUTPUT, QUICK_OUTPUT = "smollm2-pruned", "smollm2-pruned-quick"
 _RUNS = (("wanda", "uniform"), ("fwanda", "row"), ("fwanda", "global"), ("sparsegpt", "uniform"))
-_QUICK_RUNS = (("fwanda", "global"), ("wanda", "uniform"))
+_QUICK_RUNS = (("wanda", "uniform"), ("fwanda", "global"))
+_FISHER_METHOD = "fwanda"  # of _RUNS, the one that needs a backward pass
 _SPARSITY = "0.5"
+_PROMPT, _NEW_TOKENS = "The Python programming language is", 24
+
+
+class _Size(NamedTuple):
+    """How much text the demo reads: windows for calibration, windows for evaluation, and tokens in each."""
+
+    nsamples: int
+    windows: int
+    seqlen: int
+
+
+_SIZE, _QUICK_SIZE = _Size(16, 16, 256), _Size(2, 2, 128)
 
 
 @dataclass(frozen=True)
@@ -34,9 +50,10 @@ class _Shared:
 
     Attributes:
         model, tokenizer: of the demo.
-        statistics, calibration: of one calibration, which serves all methods that need one, and its seconds.
+        statistics, calibration: of one forward and backward pass, which serves all runs of F-Wanda, and its seconds.
         windows: [S, L] int64 evaluation text.
         dense: perplexity of the dense model on it.
+        sentence: what the dense model writes after the prompt.
         weights: of the dense model.
     """
 
@@ -46,53 +63,100 @@ class _Shared:
     calibration: dict[str, float]
     windows: Tensor
     dense: float
+    sentence: str
     weights: dict[str, Tensor]
 
 
-def run(output: Path, *, quick: bool = False) -> None:
+@dataclass(frozen=True)
+class _Row:
+    """One method: its report, and what its pruned model scores and writes."""
+
+    method: str
+    allocation: str
+    report: Report
+    pruned: float
+    sentence: str
+
+
+class _Steps:
+    """Prints each step before it begins, with its number."""
+
+    def __init__(self, total: int):
+        self._total, self._done = total, 0
+
+    def __call__(self, what: str) -> None:
+        self._done += 1
+        print(f"step {self._done} of {self._total}: {what}", flush=True)
+
+
+def run(output: Path | None = None, *, quick: bool = False) -> None:
     """Prune by several methods, print a table, and save the best model.
 
     Args:
-        output: folder for the best model; that of an earlier demo is replaced.
+        output: folder for the best model; that of an earlier demo of the same size is replaced. None: `smollm2-pruned`
+            in the current folder, and `smollm2-pruned-quick` for a quick demo.
         quick: use less text and two methods.
 
     Raises:
         UserError: smollm2 is not installed, or output cannot be written.
     """
-    overwrite = (output / FILE_NAME).exists()
-    if not overwrite and output.is_dir() and any(output.iterdir()):
-        raise UserError(f"{output} exists and is not of a demo; choose another --output")
+    size, runs = (_QUICK_SIZE, _QUICK_RUNS) if quick else (_SIZE, _RUNS)
+    output = output or Path(QUICK_OUTPUT if quick else OUTPUT)
+    overwrite = _is_same_demo(output, size)
     check_output(output, overwrite=overwrite)
-    shared = _prepare(*((2, 2, 128) if quick else (16, 16, 512)))
+    step = _Steps(3 + len(runs))
+    shared = _prepare(size, step)
     rows, best = [], None
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=output.resolve().parent) as scratch:
-        for method, allocation in _QUICK_RUNS if quick else _RUNS:
-            report, seconds = _pruned(shared, method, allocation)
+        for method, allocation in runs:
+            step(f"prune by {method} {allocation}, and measure the result")
+            row = _pruned(shared, method, allocation)
             # counts the zeros in the files
-            save_pruned(shared.model, shared.tokenizer, report, Path(scratch, f"{method}-{allocation}"))
-            pruned = report.perplexity[0]["pruned"]
-            if best is None or pruned < best[0]:
-                best = pruned, _copy(shared.model), report
-            rows.append((method, allocation, report.sparsity["matrices"], pruned, seconds))
-    shared.model.load_state_dict(best[1])
-    save_pruned(shared.model, shared.tokenizer, best[2], output, overwrite=overwrite)
-    _print(rows, shared.dense, shared.windows.shape, output)
+            save_pruned(shared.model, shared.tokenizer, row.report, Path(scratch, f"{method}-{allocation}"))
+            rows.append(row)
+            if best is None or row.pruned < best[0].pruned:
+                best = row, _copy(shared.model)
+    row, weights = best
+    shared.model.load_state_dict(weights)
+    save_pruned(shared.model, shared.tokenizer, row.report, output, overwrite=overwrite)
+    _print_table(rows, shared)
+    _print_result(row, shared, output)
 
 
-def _prepare(nsamples: int, windows: int, seqlen: int) -> _Shared:
-    """Load the model, calibrate it, and measure its dense perplexity."""
+def _is_same_demo(output: Path, size: _Size) -> bool:
+    """Whether a folder holds an earlier demo of the same size, which may be replaced.
+
+    Raises:
+        UserError: it holds anything else.
+    """
+    if not output.is_dir() or not any(output.iterdir()):
+        return False
+    if (output / FILE_NAME).exists():
+        config = Report.load(output).config
+        if config.get("model") == "smollm2" and (config.get("nsamples"), config.get("seqlen")) == (
+            size.nsamples,
+            size.seqlen,
+        ):
+            return True
+    raise UserError(f"{output} exists and is not of this demo; choose another --output")
+
+
+def _prepare(size: _Size, step: _Steps) -> _Shared:
+    """Load the model, measure its dense perplexity, and calibrate it."""
+    step("load SmolLM2-135M (the first time takes longer: a converted copy is kept)")
     model, tokenizer = load_model("smollm2", device="cpu")
-    print(f"calibrating on {nsamples} x {seqlen} tokens", flush=True)
+    step(f"calibrate {_FISHER_METHOD} on {size.nsamples} x {size.seqlen} tokens: a forward and a backward pass")
     with timed(seconds := {}, StageName.CALIBRATE):
-        statistics = collect(model, tokenizer, config=PruneConfig(nsamples=nsamples, seqlen=seqlen))
-    held_out = evaluation_tokens(SAMPLE, tokenizer, seqlen=seqlen, bos=statistics.bos, windows=windows)
+        statistics = collect(model, tokenizer, config=PruneConfig(nsamples=size.nsamples, seqlen=size.seqlen))
+    step("measure the dense model")
+    held_out = evaluation_tokens(SAMPLE, tokenizer, seqlen=size.seqlen, bos=statistics.bos, windows=size.windows)
     dense = perplexity(model, held_out, label="dense perplexity")
-    return _Shared(model, tokenizer, statistics, seconds, held_out, dense, _copy(model))
+    sentence = _sentence(model, tokenizer)
+    return _Shared(model, tokenizer, statistics, seconds, held_out, dense, sentence, _copy(model))
 
 
-def _pruned(shared: _Shared, method: str, allocation: str) -> tuple[Report, float]:
-    """Prune the dense model by one method. Returns its report, with perplexities, and its seconds with calibration."""
-    print(f"pruning by {method} {allocation}", flush=True)
+def _pruned(shared: _Shared, method: str, allocation: str) -> _Row:
+    """Prune the dense model by one method, and measure the result."""
     shared.model.load_state_dict(shared.weights)
     config = PruneConfig(
         method=method,
@@ -102,31 +166,53 @@ def _pruned(shared: _Shared, method: str, allocation: str) -> tuple[Report, floa
         seqlen=shared.statistics.text["seqlen"],
         no_check=True,  # the table compares the methods
     )
-    statistics = None if method == "sparsegpt" else shared.statistics
+    statistics = shared.statistics if method == _FISHER_METHOD else None
     report = prune(shared.model, shared.tokenizer, config=config, statistics=statistics)
     if statistics is not None:
         report.seconds = shared.calibration | report.seconds
-    seconds = sum(report.seconds.values())
     pruned = perplexity(shared.model, shared.windows, label=f"{method} {allocation} perplexity")
     report.config |= {"eval": [SAMPLE], "eval_windows": shared.windows.shape[0]}
     text = {"source": SAMPLE, "dense": shared.dense, "pruned": pruned}
     text |= protocol(shared.windows, shared.statistics.bos, shared.tokenizer)
-    return replace(report, perplexity=[text]), seconds
+    sentence = _sentence(shared.model, shared.tokenizer)
+    return _Row(method, allocation, replace(report, perplexity=[text]), pruned, sentence)
+
+
+def _sentence(model, tokenizer) -> str:
+    """What a model writes after the prompt, taking the likeliest token each time."""
+    inputs = tokenizer(_PROMPT, return_tensors="pt").to(model.device)
+    with quiet(), torch.no_grad():
+        tokens = model.generate(**inputs, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    return " ".join(tokenizer.decode(tokens[0], skip_special_tokens=True).split())
 
 
 def _copy(model) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-def _print(rows: list[tuple], dense: float, shape, output: Path) -> None:
+def _print_table(rows: list[_Row], shared: _Shared) -> None:
+    windows, length = shared.windows.shape
     print(f"\nSmolLM2-135M-Instruct on CPU, {float(_SPARSITY):.0%} of the weights in its blocks removed.")
-    print(f"Perplexity is measured on {shape[0]} windows of {shape[1]} tokens of the documentation of Python")
-    print(f"{platform.python_version()}, which calibration did not read. The dense model has {dense:.2f}.\n")
-    print(f"{'method':24} {'sparsity in files':>17} {'perplexity':>11} {'seconds':>8}")
-    for method, allocation, sparsity, pruned, seconds in rows:
-        print(f"{method + ' ' + allocation:24} {sparsity:17.4f} {pruned:11.2f} {seconds:8.1f}")
-    method, allocation, *_ = min(rows, key=lambda row: row[3])
-    print(f"\nSaved the best model, {method} {allocation}, in {output}.")
+    print(f"Perplexity is measured on {windows} windows of {length} tokens of the documentation of Python")
+    print(f"{platform.python_version()}, which calibration did not read.\n")
+    print(f"{'':36} {'sparsity in files':>17} {'perplexity':>11} {'seconds':>8}")
+    print(f"{'dense model':36} {'':17} {shared.dense:11.2f}")
+    for row in rows:
+        name, seconds = f"{row.method} {row.allocation}", row.report.seconds
+        calibration = seconds.get(StageName.CALIBRATE.value, 0.0)
+        passes = "forward, backward" if row.method == _FISHER_METHOD else "forward"
+        first = row.method not in (other.method for other in rows[: rows.index(row)])
+        if calibration and first:
+            print(f"{f'calibration for {row.method}: {passes}':36} {'':29} {calibration:8.1f}")
+        spent = pruning_seconds(seconds) - calibration
+        print(f"{name:36} {row.report.sparsity['matrices']:17.4f} {row.pruned:11.2f} {spent:8.1f}")
+    print("One calibration serves all runs of a method. SparseGPT calibrates while it prunes.")
+
+
+def _print_result(best: _Row, shared: _Shared, output: Path) -> None:
+    print(f"\ndense model:  {shared.sentence}")
+    print(f"{best.method} {best.allocation}: {best.sentence}")
+    print(f"\nSaved the model with the lowest perplexity, {best.method} {best.allocation}, in {output}.")
     print("Next, on a GPU:")
     print("  fwanda prune MODEL --method fwanda --allocation auto --sparsity 0.5 --calibration TEXT --output DIR")
     print("On a CPU, auto takes tens of minutes even for a model this small; global, above, is the quick choice.")

@@ -8,7 +8,9 @@ import torch
 
 import fwanda_kernels
 
-from .errors import UserError
+from .errors import UserError, install_hint
+from .model.busy import busy_note
+from .model.cache import describe_cache
 from .report.record import versions
 from .run.energy import EnergyMeter
 
@@ -36,6 +38,9 @@ def describe() -> str:
         pass
     energy = str(meter.energy)
     lines.append(f"{'energy':15} {energy if energy.startswith('not measured') else 'measured by NVML'}")
+    lines.append(f"{'cache':15} {describe_cache()}")
+    lines.append(f"{'load':15} {busy_note() or 'this machine is not busy'}")
+    lines.append(f"{'extras':15} {install_hint('prune,eval')}")
     try:
         kernels = fwanda_kernels.describe()
     except ValueError as error:

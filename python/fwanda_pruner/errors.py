@@ -14,6 +14,16 @@ class UserError(ValueError):
     """
 
 
+def install_hint(extra: str, *more: str) -> str:
+    """How to install an extra of this package: no package index has it, so the command runs in a clone.
+
+    Args:
+        extra: its name in pyproject.toml.
+        more: further requirements for the same call of pip.
+    """
+    return " ".join([f'in a clone of fwanda-kernels, run: pip install ".[{extra}]"', *(f'"{item}"' for item in more)])
+
+
 def one_line(error: BaseException | str, limit: int = 300) -> str:
     """A message on one line, cut after `limit` characters. An error without message gives its type."""
     text = " ".join(str(error).split()) or type(error).__name__

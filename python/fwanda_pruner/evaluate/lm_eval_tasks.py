@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..engine.device import evaluating
-from ..errors import UserError, one_line
+from ..errors import UserError, install_hint, one_line
 from ..model.arguments import expect_model, expect_tokenizer
 from ..terminal import is_terminal
 
@@ -104,7 +104,7 @@ def check_tasks(
     if data_dir is not None and not Path(data_dir).is_dir():
         raise UserError(f"--eval-data must be a folder of data sets, got {data_dir}")
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(f'--tasks {",".join(tasks)} needs lm-eval: pip install "fwanda-kernels[eval]"')
+        raise UserError(f"--tasks {','.join(tasks)} needs lm-eval; {install_hint('eval')}")
     for name in tasks:
         known = name == "zeroshot" or name in _manager().all_tasks
         if not known and not (Path(name).suffix == ".yaml" and os.path.isfile(name)):

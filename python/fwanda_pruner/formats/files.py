@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import UserError, has_control, one_line, show
+from ..model.cache import home_folder
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _LONGEST_PART = 255  # bytes of the name of a folder above it
@@ -147,11 +148,10 @@ def _check_output(output: Path, overwrite: bool, needed_bytes: int, inputs: Iter
 
 def _protected_folders() -> list[Path]:
     """The current and the home folder; a process may be without either."""
-    folders = []
-    for find in (Path.cwd, Path.home):
-        with contextlib.suppress(OSError, RuntimeError):
-            folders.append(find().resolve())
-    return folders
+    folders = [home_folder()]
+    with contextlib.suppress(OSError):
+        folders.append(Path.cwd())
+    return [folder.resolve() for folder in folders if folder is not None]
 
 
 def check_file(path: str | Path, suffix: str, *, flag: str = "--output") -> Path:

@@ -31,7 +31,7 @@ from torch import nn
 import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_total
-from ..errors import UserError
+from ..errors import UserError, install_hint
 from . import check_linear, check_version, count_of
 from ._budgets import check_gradient, checked_mask, exact_fraction, measured_norm, row_budgets
 
@@ -39,8 +39,8 @@ try:
     from torch.ao.pruning import BaseSparsifier
 except ImportError as error:
     raise ImportError(
-        f"torch {torch.__version__} has no torch.ao.pruning ({error}); install the extra with a torch that has: "
-        f'pip install "fwanda-kernels[prune]" "torch>=2.10,<2.14"'
+        f"torch {torch.__version__} has no torch.ao.pruning ({error}); for a torch that has, "
+        f"{install_hint('prune', 'torch>=2.10,<2.14')}"
     ) from error
 
 check_version("torch", torch.__version__, "2.10", "2.13")

@@ -22,7 +22,7 @@ from ..config import PruneConfig
 from ..engine.all_weights import check_finite
 from ..engine.device import evaluating
 from ..engine.engine import Engine, make_engine
-from ..errors import UserError
+from ..errors import UserError, install_hint
 from ..measure.statistics import Statistics, unseen_layer, warn_unseen
 from ..measure.sums import StatisticsSums
 from ..methods.damping import damped_factor
@@ -41,7 +41,7 @@ try:
     from pydantic import Field, PrivateAttr, model_validator
 except ImportError as error:
     raise ImportError(
-        f'llm-compressor with its sparsity modifiers is missing: pip install "fwanda-kernels[llmcompressor]" ({error})'
+        f"llm-compressor with its sparsity modifiers is missing ({error}); {install_hint('llmcompressor')}"
     ) from error
 
 __all__ = ["FWandaModifier", "use_fwanda_kernels"]
@@ -52,8 +52,8 @@ _TEXT_KEYS = {"input_ids", "attention_mask", "labels", "loss_mask", "token_type_
 check_version("llmcompressor", llmcompressor.__version__, "0.14", "0.14")
 if not hasattr(SparsityModifierBase, "on_calibration_start"):  # the host would never call the modifier
     raise ImportError(
-        f"llmcompressor {llmcompressor.__version__} has another life cycle of modifiers, expected that of 0.14: "
-        f'pip install "fwanda-kernels[llmcompressor]"'
+        f"llmcompressor {llmcompressor.__version__} has another life cycle of modifiers, expected that of 0.14; "
+        f"{install_hint('llmcompressor')}"
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ..config import PruneConfig
-from ..errors import UserError
+from ..errors import UserError, install_hint
 from ..formats.files import atomic_file, user_errors
 from .tables import PERPLEXITY, Line, columns, evaluation
 
@@ -23,7 +23,7 @@ def check_installed() -> None:
         UserError: matplotlib is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError('the pictures of a sweep need matplotlib: pip install "fwanda-kernels[eval]"')
+        raise UserError(f"the pictures of a sweep need matplotlib; {install_hint('eval')}")
 
 
 def draw(lines: list[Line], output: str | Path) -> list[Path]:

@@ -1,0 +1,142 @@
+"""Checks of a checkpoint: a causal language model, floating-point weights, complete, in files that may be read."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ..errors import UserError
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_QUANTIZED_TYPES = ("F8_", "F6_", "F4", "I", "U")  # first characters of the dtypes in a safetensors header
+_LONGEST_HEAD, _LONGEST_TAIL = 500, 200  # characters of a foreign error that are kept
+
+
+def weight_files(folder: Path, name: str, *, allow_pickle: bool = False) -> list[Path]:
+    """The safetensors files from which transformers reads the weights of a folder; none if it reads a pickle.
+
+    Raises:
+        UserError: there are none, or only a pickle and no allow_pickle; or the index is broken.
+    """
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _INDEX).is_file():
+        return _indexed_files(folder, name)
+    pickles = sorted(folder.glob("pytorch_model*.bin"))
+    if pickles and allow_pickle:
+        return []
+    if pickles:
+        raise UserError(
+            f"model {name!r} has no safetensors file, only {pickles[0].name}. Reading such a pickle can run code; "
+            f"pass --allow-pickle if you trust it"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"model {name!r} is an adapter (PEFT); merge it into its model, save that, and use its folder")
+    raise UserError(f"model {name!r}: the folder has no weights; expected {_WEIGHTS} or {_INDEX}; download it again")
+
+
+def check_quantization(config, name: str) -> None:
+    """Refuse a model whose configuration says that it is quantised."""
+    for part in (config, getattr(config, "text_config", None)):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization:
+            quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+            method = quantization.get("quant_method") or "an unnamed method"
+            raise UserError(
+                f"model {name!r} is quantised ({getattr(method, 'value', method)}): "
+                "pruning needs floating-point weights; use the original checkpoint or dequantise this one first"
+            )
+
+
+def check_stored_types(files: Iterable[Path], name: str) -> None:
+    """Refuse integer or 8-bit weights by the headers of the files: newer transformers casts them to float silently."""
+    for file in files:
+        for tensor, stored in _header(file, name).items():
+            if tensor.endswith("weight") and str(stored.get("dtype", "")).startswith(_QUANTIZED_TYPES):
+                raise UserError(
+                    f"model {name!r} is quantised ({tensor} is stored as {stored['dtype']}): "
+                    "pruning needs floating-point weights; use the original checkpoint"
+                )
+
+
+def auto_class(config, name: str, trust_remote_code: bool = False) -> type:
+    """The class of transformers that loads this causal language model or multimodal model.
+
+    Raises:
+        UserError: the model is of another kind.
+    """
+    architectures = config.architectures or []
+    if config.get_text_config() is not config:
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return AutoModelForImageTextToText
+        raise UserError(
+            f"model {name!r} is multimodal ({config.model_type}) and cannot run on text alone; use a language model"
+        )
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    seq2seq = getattr(config, "is_encoder_decoder", False)
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not seq2seq
+    if not causal or (architectures and not any(item.endswith(_CAUSAL_SUFFIXES) for item in architectures)):
+        kind = ", ".join(architectures) or config.model_type
+        raise UserError(f"model {name!r} is not a causal language model, got {kind}; use a checkpoint of one")
+    return AutoModelForCausalLM
+
+
+def check_loaded(model, info: dict, name: str) -> None:
+    """Refuse a model whose files lacked weights, or whose parameters are not floating-point numbers."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"model {name!r} is incomplete: its files lack {len(missing)} weights, the first is {missing[0]}"
+        )
+    for key, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise UserError(f"model {name!r} is quantised ({key} is {parameter.dtype}): use the original checkpoint")
+
+
+@contextlib.contextmanager
+def loading_errors(what: str) -> Iterator[None]:
+    """Turn any error inside into a UserError that begins with `what`: transformers raises all kinds for a bad file.
+
+    All lines of the error become one; of a very long one, the middle is left out.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        if len(text) > _LONGEST_HEAD + _LONGEST_TAIL + 5:
+            text = f"{text[:_LONGEST_HEAD]} ... {text[-_LONGEST_TAIL:]}"
+        hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
+        raise UserError(f"{what} ({text}){hint}") from error
+
+
+def _indexed_files(folder: Path, name: str) -> list[Path]:
+    try:
+        files = sorted(set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [file for file in files if not (folder / file).is_file()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"model {name!r}: {_INDEX} cannot be read ({error}); download it again") from None
+    if missing:
+        raise UserError(
+            f"model {name!r} is incomplete: {_INDEX} lists {missing[0]}, which is not there; download it again"
+        )
+    return [folder / file for file in files]
+
+
+def _header(file: Path, name: str) -> dict:
+    """The JSON header of a safetensors file: an 8-byte little-endian length, then the text."""
+    try:
+        with open(file, "rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > file.stat().st_size:
+                raise ValueError("it is truncated")
+            header = json.loads(stream.read(size))
+            return {key: dict(value) for key, value in header.items() if key != "__metadata__"}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"model {name!r}: {file.name} is not a complete safetensors file ({error})") from None
