@@ -24,7 +24,7 @@ from ..evaluate.perplexity import engine_perplexity
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
-from ..report.record import MatrixRow, Report, versions
+from ..report.record import MatrixRow, Report, first_backends, versions
 from ..text.windows import tokens_sha256
 from . import stages
 from .energy import EnergyMeter
@@ -167,6 +167,7 @@ def run_prune(
             passes=None if passes is None else asdict(passes),
             refit=refitted,
             row_histogram=row_histogram,
+            backends=first_backends(device),
         )
     return report, choice
 

@@ -1,6 +1,5 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
-import json
 import warnings
 from pathlib import Path
 
@@ -40,10 +39,9 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):
             dense.write(folder, model, tokenizer)
-        record = json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"
         card = model_card(report, multimodal=is_multimodal(model))
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
-        (folder / FILE_NAME).write_text(record, encoding="utf-8")
+        (folder / FILE_NAME).write_text(report.to_json(), encoding="utf-8")
         slices = {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
         not_found = dense.verify(folder, _expected_zeros(report), model=model, slices=slices)
     if not_found:
