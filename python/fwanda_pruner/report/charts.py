@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ..errors import shortened
-from .page import Search
+from .page import Search, spike_limit
 
 SERIES = 8  # colours of the page; with each, a marker and a kind of line
 # matplotlib needs colours: these stand for the variables of the page
@@ -51,7 +51,6 @@ _STYLE = {
 }
 _WIDTH = 5.6  # inches: 403 units of the SVG, so that text stays legible on a phone
 _ROWS = 40  # of the chart of a search
-_SPIKE = 3.0  # times the range of the other points: farther ones are drawn at the edge
 
 
 class Charts:
@@ -161,20 +160,6 @@ class Charts:
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None})
         return _for_page(text.getvalue(), f"chart-{self._drawn}", alt)
-
-
-def spike_limit(values: Sequence[float]) -> float | None:
-    """The largest value that is drawn in its place, if larger ones would flatten the others; else None.
-
-    Half of the values at least stay in their place.
-    """
-    found = sorted(values)
-    for count in range(len(found) - 1, len(found) // 2, -1):
-        rest = found[:count]
-        spread = max(rest[-1] - rest[0], abs(rest[-1]) / 10)
-        if found[count] - rest[-1] > _SPIKE * spread:
-            return rest[-1] + spread / 2
-    return None
 
 
 def _look(number: int) -> dict:

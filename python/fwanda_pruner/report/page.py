@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .record import ROW_BINS, MatrixRow, Report
+from .record import MatrixRow, Report
 from .summary import protocol_line
 
 METHODS = {
@@ -34,6 +34,7 @@ STAGES = {
 }
 _LONGEST = 120  # blocks, and kinds of matrix, of one heat map; larger ones say what they leave out
 _KINDS = 24
+_SPIKE = 3.0  # times the range of the other values: farther ones are drawn at the edge of a chart
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,18 @@ class Run:
     @property
     def sentence(self) -> str:
         """What was done, and what it cost."""
+        return self.sentence_of(self.model, str)
+
+    def sentence_of(self, model: str, named: Callable[[str], str]) -> str:
+        """The sentence with another name of the model, and with other names of texts."""
         shares = self.report.sparsity
         count = len(self.pruned)
+        matrices = f"{count:,} {'matrix' if count == 1 else 'matrices'}"
         done = (
-            f"{self.method} set {percent(shares['matrices'])} of the weights in {count:,} "
-            f"{'matrix' if count == 1 else 'matrices'} of {self.model} to zero, {percent(shares['model'])} of the "
-            f"whole model"
+            f"{self.method} set {percent(shares['matrices'])} of the weights in {matrices} of {model} to zero, "
+            f"{percent(shares['model'])} of the whole model"
         )
-        costs = [_change(text) for text in self.report.perplexity]
+        costs = [_change({**text, "source": named(text["source"])}) for text in self.report.perplexity]
         return f"{done}; {' and '.join(costs)}." if costs else f"{done}; its perplexity was not measured."
 
     @property
@@ -267,9 +272,8 @@ def _search(chosen: dict | None) -> Search | None:
 
 def stage_rows(runs: Sequence[Run]) -> list[dict]:
     """A row for each stage: its name in words, and for each run its seconds and joules, None where it has none."""
-    names = list(dict.fromkeys(
-        [*(s for s in STAGES if any(s in run.report.seconds for run in runs)), *(s for r in runs for s in r.report.seconds)]
-    ))  # fmt: skip
+    found = dict.fromkeys(name for run in runs for name in run.report.seconds)
+    names = [*(name for name in STAGES if name in found), *(name for name in found if name not in STAGES)]
     return [
         {
             "name": STAGES.get(name, name),
@@ -367,3 +371,17 @@ def _change(text: dict) -> str:
 
 def perplexity(value: float) -> str:
     return f"{value:,.2f}" if math.isfinite(value) else "a value that is not finite"
+
+
+def spike_limit(values: Sequence[float]) -> float | None:
+    """The largest value that is drawn in its place, if larger ones would flatten the others; else None.
+
+    Half of the values at least stay in their place.
+    """
+    found = sorted(values)
+    for count in range(len(found) - 1, len(found) // 2, -1):
+        rest = found[:count]
+        spread = max(rest[-1] - rest[0], abs(rest[-1]) / 10)
+        if found[count] - rest[-1] > _SPIKE * spread:
+            return rest[-1] + spread / 2
+    return None

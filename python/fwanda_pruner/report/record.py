@@ -208,7 +208,7 @@ def versions(device: torch.device | str | None = None) -> dict[str, str | None]:
 
 
 def first_backends(device: torch.device) -> dict[str, str]:
-    """Op of fwanda_kernels -> the backend that comes first for it on a device. It may leave single calls to the next."""
+    """Op of fwanda_kernels -> the backend that comes first for it on a device; it may leave some calls to others."""
     from fwanda_kernels import backends
 
     return {op: names[device.type][0] for op, names in backends().items() if names.get(device.type)}
