@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_fr
 
 from ..errors import UserError, shortened
 from ..source_shares import parse_sources
-from .page import METHODS, Run, perplexity, runs_of
+from .page import METHODS, Run, measured_on, perplexity, runs_of
 from .record import FILE_NAME, Report
 
 _DATASETS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}  # names of texts -> data sets of the Hub
@@ -135,7 +135,7 @@ def _quality(report: Report) -> list[str]:
     parts = []
     if report.perplexity:
         rows = [
-            (_public(text["source"]), *(perplexity(text[key]) for key in ("dense", "pruned")), _windows(text))
+            (_public(text["source"]), *(perplexity(text[key]) for key in ("dense", "pruned")), measured_on(text))
             for text in report.perplexity
         ]
         parts.append(f"## Perplexity\n\n{_table(('text', 'dense', 'pruned', 'measured on'), rows)}")
@@ -152,11 +152,6 @@ def _quality(report: Report) -> list[str]:
         head = ("text", "dense", "pruned", "calibrated on that text")
         parts.append(f"## Mean loss by domain, in nats a token\n\n{_table(head, rows)}")
     return parts
-
-
-def _windows(text: dict) -> str:
-    bos = ", each after BOS" if text["bos"] else ""
-    return f"{text['windows']} windows of {text['seqlen']} tokens{bos}"
 
 
 def _loss(loss: float | None) -> str:

@@ -314,15 +314,21 @@ def domain_groups(runs: Sequence[Run]) -> dict[str, list[dict]]:
 
 
 def perplexity_groups(runs: Sequence[Run]) -> dict[tuple[str, str], list[dict]]:
-    """(text, how it was measured) -> {run, dense, pruned, ratio} of each run. Other protocols are other groups."""
+    """(text, how it was measured) -> {run, dense, pruned, ratio, measured} of each run that measured it in that way."""
     groups: dict[tuple[str, str], list[dict]] = defaultdict(list)
     for run in runs:
         for text in run.report.perplexity:
             finite = math.isfinite(text["pruned"]) and math.isfinite(text["dense"]) and text["dense"] > 0
-            row = {"run": run, "dense": text["dense"], "pruned": text["pruned"]}
+            row = {"run": run, "dense": text["dense"], "pruned": text["pruned"], "measured": measured_on(text)}
             row["ratio"] = text["pruned"] / text["dense"] if finite else None
             groups[text["source"], protocol_line(text)].append(row)
     return dict(groups)
+
+
+def measured_on(text: dict) -> str:
+    """The windows of a text on which a perplexity was measured, in words."""
+    bos = ", each after BOS" if text["bos"] else ""
+    return f"{text['windows']:,} windows of {text['seqlen']:,} tokens{bos} (SHA-256 {text['tokens_sha256']:.12})"
 
 
 def settings_rows(runs: Sequence[Run]) -> list[dict]:

@@ -132,6 +132,10 @@ def _model(lines: Sequence[Line]) -> str:
     return str(lines[0].cells[0].get("model") or "the model")
 
 
+def _title(lines: Sequence[Line], text: str) -> str:
+    return f"{_model(lines)}: perplexity on {text.removeprefix(PERPLEXITY)}"
+
+
 def _note(axes, lines: Sequence[str]) -> None:
     """Small text below a panel."""
     if lines:
@@ -152,10 +156,10 @@ def _by_sparsity(axes, lines: list[Line], chosen: list[Line], text: str) -> None
         axes.plot(*zip(*points, strict=True), label=label, **look)
         _clipped(axes, points, limit, look["color"])
     _percent(axes.xaxis)
-    if len(shares) <= 12:
-        axes.set_xticks(shares)
-    axes.set(xlabel="weights removed", title=f"{_model(chosen)}: {text} by sparsity")
     axes.set_xlim(shares[0] - 0.03, shares[-1] + 0.03)
+    if all(after - before > (shares[-1] - shares[0]) / 12 for before, after in itertools.pairwise(shares)):
+        axes.set_xticks(shares)
+    axes.set(xlabel="weights removed", title=f"{_title(chosen, text)} by sparsity")
     _note(axes, _not_finite(lines, text))
 
 
@@ -166,7 +170,7 @@ def _by_energy(axes, lines: list[Line], chosen: list[Line], text: str) -> None:
         axes.plot(*point, label=label, **look | {"linestyle": ""})
         _clipped(axes, [point], limit, look["color"])
     axes.xaxis.set_major_formatter(_plain)
-    axes.set(xlabel="energy of pruning, kJ gross", title=f"{_model(chosen)}: {text} by energy")
+    axes.set(xlabel="energy of pruning, kJ gross", title=f"{_title(chosen, text)} by energy")
     axes.set_xlim(left=0)
     _note(axes, _not_finite([line for line in lines if line.values("kJ")], text))
 
@@ -195,7 +199,7 @@ def _perplexity_axis(axes, values: list[float], dense: float | None) -> float | 
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(_plain)
     if limit is not None:
-        axes.set_ylim(top=limit)
+        axes.set_ylim(low * 0.9, limit)
     if len(known) > len(values):
         axes.axhline(dense, color="gray", linestyle=":", label="dense")
     axes.set_ylabel("perplexity (lower is better)")
@@ -217,9 +221,8 @@ def _plain(value: float, _position: int | None = None) -> str:
 
 
 def _percent(axis) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axis.set_major_formatter(PercentFormatter(1, decimals=None, symbol=" %"))
+    """Shares as percent, with no more digits than they have."""
+    axis.set_major_formatter(lambda share, _position: f"{100 * share:.3g} %")
 
 
 def _by_block(values: dict[str, float]) -> dict[int, float]:
@@ -252,7 +255,7 @@ def _block_curves(axes, curves: dict[str, dict[int, float]]) -> None:
     if limit is not None:
         axes.set_ylim(top=limit)
         above = [
-            f"{label}, block {block}: {value:.1%}".replace("%", " %")
+            f"{label}, block {block}: {100 * value:.1f} %"
             for label, values in curves.items()
             for block, value in values.items()
             if value > limit
@@ -268,18 +271,14 @@ def _kept(axes, chosen: list[Line]) -> None:
     for line in chosen:
         counts = _row_histogram(line)
         shares[line.label] = [count / sum(counts) for count in counts]
-    limit = spike_limit([max(values) for values in shares.values()])
+    limit = spike_limit([share for values in shares.values() for share in values if share > 0])
     for (label, values), look in zip(shares.items(), _looks(), strict=False):
         edges = [i / len(values) for i in range(len(values) + 1)]
         axes.stairs(values, edges, label=label, color=look["color"], linestyle=look["linestyle"], linewidth=1.5)
     if limit is not None:
         axes.set_ylim(0, limit)
-        above = [
-            f"{label}: {max(values):.0%} of the rows keep the same share".replace("%", " %")
-            for label, values in shares.items()
-            if max(values) > limit
-        ]
-        _note(axes, [f"outside the picture: {line}" for line in above[:6]])
+        above = [f"{label} {100 * max(values):.0f} %" for label, values in shares.items() if max(values) > limit]
+        _note(axes, [f"outside the picture, share of the rows in one bin: {', '.join(above)}"])
     _percent(axes.xaxis)
     _percent(axes.yaxis)
     axes.set(
