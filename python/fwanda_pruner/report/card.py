@@ -187,8 +187,8 @@ def _is_text(value) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    return re.sub(r"([\\`*_\[\]<>|#$])", r"\\\1", text)
+    """Text on one line that Markdown shows as it is."""
+    return re.sub(r"([\\`*_\[\]<>|#$])", r"\\\1", shortened(text, 2000))
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

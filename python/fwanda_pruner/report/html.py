@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
-from ..errors import UserError, shortened
+from ..errors import UserError, one_line, shortened
 from ..formats.files import atomic_file
 from . import page
 from .record import Report
@@ -13,6 +14,7 @@ from .summary import skipped_lines
 _TEMPLATE = "page.html.j2"
 _SHADES = 48  # colours of a heat map
 _DRAWN = 8  # runs in one chart
+_BIDI = ("LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 _SUFFIXES = (".html", ".htm")
 
 
@@ -48,20 +50,40 @@ def render(reports: dict[str, Report]) -> str:
             f"the HTML report needs jinja2 and matplotlib ({error}): pip install jinja2 matplotlib"
         ) from error
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=_visible,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"percent": page.percent, "perplexity": page.perplexity, "short": shortened}
-    return environment.get_template(_TEMPLATE).render(_values(reports, Charts()), shades=shades(_SHADES))
+    return environment.get_template(_TEMPLATE).render(_values(reports, Charts()), shades=shades(_SHADES)).lstrip()
+
+
+def _visible(value):
+    """A value of the template; characters of a text that control how others are shown become U+FFFD."""
+    if isinstance(value, str) and not hasattr(value, "__html__") and not value.isprintable():
+        return "".join("\ufffd" if _hides(character) else character for character in value)
+    return value
+
+
+def _hides(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _BIDI
 
 
 def _checked(path: str | Path) -> Path:
     """The path, if a page can be written there."""
     path = Path(path)
-    if path.suffix.lower() not in _SUFFIXES or path.is_dir():
+    try:
+        is_file, has_folder = not path.is_dir(), path.absolute().parent.is_dir()
+    except (OSError, ValueError) as error:
+        name = shortened(str(path))
+        raise UserError(f"the HTML report cannot be named {name} ({one_line(error, 60)}); choose another") from error
+    if path.suffix.lower() not in _SUFFIXES or not is_file:
         raise UserError(f"the HTML report must be a file that ends in .html, got {shortened(str(path))}")
-    if not path.absolute().parent.is_dir():
+    if not has_folder:
         raise UserError(f"the HTML report {shortened(str(path))}: its folder does not exist; make it first")
     return path
 

@@ -371,12 +371,14 @@ def _in_words(value) -> str:
 
 def _change(text: dict) -> str:
     dense, pruned = text["dense"], text["pruned"]
+    if not (math.isfinite(dense) and math.isfinite(pruned)):
+        return f"perplexity on {text['source']} was {perplexity(dense)} before and is {perplexity(pruned)} after"
     verb = "rose" if pruned > dense else "fell" if pruned < dense else "changed"
     return f"perplexity on {text['source']} {verb} from {perplexity(dense)} to {perplexity(pruned)}"
 
 
 def perplexity(value: float) -> str:
-    return f"{value:,.2f}" if math.isfinite(value) else "a value that is not finite"
+    return f"{value:,.2f}" if math.isfinite(value) else "not finite"
 
 
 def spike_limit(values: Sequence[float]) -> float | None:

@@ -364,7 +364,7 @@ def _check_values(where: str, values: dict, kinds) -> None:
     for key, value in values.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
         if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, (int, float)) and not number):
-            raise UserError(f"key {_show(f'{where}.{key}')} holds {_show(value)}, which no report has there")
+            raise UserError(f"key {f'{where}.{key}'[:120]!r} holds {_show(value)}, which no report has there")
 
 
 def _backends(data) -> dict[str, str] | None:
