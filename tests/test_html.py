@@ -154,7 +154,7 @@ def test_a_record_of_an_older_version_has_a_page_without_what_it_does_not_know(t
 def test_a_run_without_anything_has_a_page(tmp_path):
     empty = record(
         matrices=[], perplexity=[], domains=[], seconds={}, versions={}, warnings=[], config={}, refit=None,
-        backends=None, row_histogram=[0] * ROW_BINS, energy="no", energy_details={"total": "no", "phases": {}},
+        backends=None, row_histogram=[0] * ROW_BINS, energy="no", energy_details={},
     )  # fmt: skip
     assert "set 0.0 % of the weights in 0 matrices of a model without a name" in words(page_of(tmp_path, empty))
 

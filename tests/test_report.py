@@ -179,7 +179,7 @@ def test_a_missing_key_is_named(key, tmp_path):
             lambda d: d["config"].update(chosen={"name": "a", "start": "a", "losses": {"a": {"c4": "low"}}}),
         ),
         (r"config.chosen", lambda d: d["config"].update(chosen="round 2")),
-        (r"energy_details.phases'", lambda d: d.update(energy_details={"total": "no"})),
+        (r"energy_details.phases'", lambda d: d.update(energy_details={"phases": "no"})),
         (r"energy_details.total.gross_joules", lambda d: d["energy_details"].update(total={})),
         (
             r"energy_details.phases.prune.flag",

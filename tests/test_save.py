@@ -136,7 +136,7 @@ def test_the_folder_is_a_normal_one_with_card_and_report(tmp_path):
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     assert Report.load(out) == report
     card = (out / "README.md").read_text()
-    assert "wanda" in card and "perplexity on text.txt: 20.50 dense, 35.25 pruned" in card and "from_pretrained" in card
+    assert "Wanda" in card and "| text.txt | 20.50 | 35.25 | " in card and "from_pretrained" in card
     assert len(card.splitlines()) < 40
 
 

@@ -280,7 +280,7 @@ def stage_rows(runs: Sequence[Run]) -> list[dict]:
             "cells": [
                 {
                     "seconds": run.report.seconds.get(name),
-                    "joules": joules(run.report.energy_details["phases"].get(name)),
+                    "joules": joules(run.report.energy_details.get("phases", {}).get(name)),
                 }
                 for run in runs
             ],
@@ -352,7 +352,7 @@ def grouped(told: Iterable[tuple[str, Run]]) -> dict[str, list[Run]]:
 
 def energy_in_words(run: Run) -> str:
     """The energy of a run, or why it is not known."""
-    energy, total = run.report.energy, run.report.energy_details["total"]
+    energy, total = run.report.energy, run.report.energy_details.get("total")
     if isinstance(energy, str):
         return f"Energy: {energy}."
     net = total["net_joules"] if isinstance(total, dict) else None

@@ -348,10 +348,10 @@ def _check_config(config: dict) -> None:
 
 
 def _check_energy(details: dict) -> None:
-    """Refuses energies of another form than EnergyMeter.to_dict()."""
-    phases = _get(details, "phases", dict, "energy_details.")
-    total = _get(details, "total", (dict, str), "energy_details.")
-    for name, value in {"total": total, **{f"phases.{name}": value for name, value in phases.items()}}.items():
+    """Refuses energies of another form than EnergyMeter.to_dict(); what is missing was not measured."""
+    phases = _get({"phases": {}, **details}, "phases", dict, "energy_details.")
+    values = {"total": details["total"]} if "total" in details else {}
+    for name, value in {**values, **{f"phases.{name}": value for name, value in phases.items()}}.items():
         where = f"energy_details.{name}"
         if isinstance(value, str):
             continue
