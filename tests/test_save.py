@@ -145,7 +145,7 @@ def test_no_tokenizer_and_no_perplexity_are_fine(tmp_path):
     report.perplexity = []
     save_pruned(model, None, report, tmp_path / "out")
     assert not list((tmp_path / "out").glob("token*"))
-    assert "perplexity" not in (tmp_path / "out" / "README.md").read_text()
+    assert "## Perplexity" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_every_file_has_the_mode_of_a_plain_new_file(tmp_path):
