@@ -314,6 +314,18 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "Equal statistics give other masks on a GPU",
         "weights are equal on CPU and GPU; these tests need a GPU, so CI skips them",
     ),
+    "names in a page": (
+        "A name in a file becomes markup, a formula or a script in a report",
+        "every name in the HTML page and in the model card is shown as it is, with control characters made visible",
+    ),
+    "sweep pictures": (
+        "A picture of a sweep leaves out a cell, or a spike flattens all others",
+        "each cell is a point or a note; spikes are clipped with their value; axes have plain numbers",
+    ),
+    "page size": (
+        "A report of a model with thousands of experts is too large to open",
+        "the HTML page shows blocks and kinds of matrix: 16,000 matrices take under 300 kB",
+    ),
 }
 
 

@@ -141,3 +141,17 @@ def test_the_table_of_the_readme_has_means_and_the_best_in_bold(tmp_path):
     assert text[2] == "| method | allocation | perplexity, 50 % removed |"
     assert text[4] == "| Magnitude | layer | 1,005.0 |"
     assert [row for row in text if "**" in row] == ["| F-SparseGPT | auto | **999.0** |"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "3", "{", "{}", '{"date": 3}', '{"date": "today", "card": "c"}', "[" * 100_000, "\ud800"],
+    ids=["list", "number", "broken", "empty", "date", "few keys", "deep", "bytes"],
+)
+@pytest.mark.parametrize("name", ["quality", "speed"])
+def test_a_foreign_file_among_the_results_is_one_line(tmp_path, text, name):
+    path = tmp_path / ("quality-a.json" if name == "quality" else "ops-a.json")
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    done = benchmark("render.py", "--print", name, "--results", str(tmp_path))
+    assert done.returncode == 1 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and f"{path}: not a result of these benchmarks" in done.stderr

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.report.card import model_card
 from fwanda_pruner.report.record import ROW_BINS, MatrixRow, Report, versions
 from fwanda_pruner.report.summary import next_commands, summary, table
 
@@ -19,7 +18,7 @@ PROTOCOL = {
 }
 
 
-OPTIONAL = {"sparsity", "coverage", "row_histogram", "refit"}  # derived, or younger than the first records
+OPTIONAL = {"sparsity", "coverage", "row_histogram", "refit", "backends"}  # derived, or younger than the first records
 
 
 def domain(source: str, dense=2.0, wanda=2.5, pruned=2.25, **changes) -> dict:
@@ -84,6 +83,7 @@ def test_nothing_pruned_is_zero_sparsity_not_a_division_error():
         {"perplexity": [{"dense": 20.5, "pruned": 21.0, **PROTOCOL, "source": source} for source in ("code", "b.txt")]},
         {"row_histogram": None},
         {"refit": {"blocks": 4, "kept": 3}},
+        {"backends": {"nm_mask": "cuda"}},
         {"domains": [domain("c4", calibrated=True), domain("code", wanda=None, pruned=None)]},
     ],
 )
@@ -93,11 +93,36 @@ def test_round_trip_through_strict_json(changes):
     assert Report.from_dict(json.loads(text)) == report
 
 
+def test_the_file_has_one_matrix_a_line(tmp_path):
+    report = make_report(perplexity=[{"dense": 20.5, "pruned": float("nan"), **PROTOCOL}])
+    text = report.to_json()
+    (tmp_path / "fwanda.json").write_text(text)
+    lines = text.splitlines()
+    assert text.endswith("}\n") and json.loads(text) == report.to_dict()
+    rows = [json.loads(line.rstrip(",")) for line in lines if line.startswith('  {"name"')]
+    assert rows == report.to_dict()["matrices"]
+    assert [line for line in lines if "row_histogram" in line] == [
+        f' "row_histogram": {json.dumps(report.row_histogram)},'
+    ]
+    assert ' "seconds": {' in lines and '  "calibrate": 1.5,' in lines and '   "pruned": "nan",' in lines
+    assert json.loads(Report.load(tmp_path).to_json()) == json.loads(text)
+
+
+def test_a_file_without_matrices_is_json_too():
+    report = make_report(matrices=[], row_histogram=None)
+    assert json.loads(report.to_json()) == report.to_dict()
+
+
+def test_a_number_that_strict_json_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        make_report(matrices=[MatrixRow("a", (4, 10), 20, 20, 0, wanda_disagreement=float("nan"))]).to_json()
+
+
 def test_stable_keys():
     assert set(make_report().to_dict()) == {
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
         "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details", "domains",
-        "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram", "refit",
+        "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram", "refit", "backends",
     }  # fmt: skip
 
 
@@ -142,6 +167,31 @@ def test_a_missing_key_is_named(key, tmp_path):
         (r"domains\[0\].windows", lambda d: d["domains"][0].update(windows=-3)),
         (r"domains\[2\]", lambda d: d["domains"].append("code")),
         ("'domains'", lambda d: d.update(domains=d["domains"][0])),
+        (r"backends", lambda d: d.update(backends=["cuda"])),
+        (r"backends.nm_mask", lambda d: d.update(backends={"nm_mask": 3})),
+        (r"config.method", lambda d: d["config"].update(method=["wanda"])),
+        (r"config.chosen.name", lambda d: d["config"].update(chosen={"start": "a", "losses": {}})),
+        (
+            r"config.chosen.losses.a'",
+            lambda d: d["config"].update(chosen={"name": "a", "start": "a", "losses": {"a": 3}}),
+        ),
+        (
+            r"config.chosen.losses.a.c4",
+            lambda d: d["config"].update(chosen={"name": "a", "start": "a", "losses": {"a": {"c4": "low"}}}),
+        ),
+        (r"config.chosen", lambda d: d["config"].update(chosen="round 2")),
+        (r"energy_details.phases'", lambda d: d.update(energy_details={"phases": "no"})),
+        (r"energy_details.total.gross_joules", lambda d: d["energy_details"].update(total={})),
+        (
+            r"energy_details.phases.prune.flag",
+            lambda d: d["energy_details"]["phases"].update(prune={"gross_joules": 1.0, "net_joules": None, "flag": 3}),
+        ),
+        (
+            r"energy_details.total.net_joules",
+            lambda d: d["energy_details"].update(total={"gross_joules": 1.0, "net_joules": float("nan"), "flag": None}),
+        ),
+        (r"versions.torch", lambda d: d["versions"].update(torch=2.13)),
+        (r"warnings.0", lambda d: d.update(warnings=[3])),
         (r"'refit.kept'", lambda d: d.update(refit={"blocks": 3})),
         (r"'refit.blocks'", lambda d: d.update(refit={"blocks": "all", "kept": 3})),
         (r"'refit.blocks'", lambda d: d.update(refit=[3])),
@@ -311,15 +361,6 @@ def test_the_table_has_a_last_block_with_a_row_for_each_domain_of_each_run():
 
 def test_without_domains_the_table_has_no_block_for_them():
     assert "loss" not in table([("m", make_report())])
-
-
-def test_the_card_tells_what_pruning_costs_on_each_domain():
-    report = make_report(domains=[domain("c4", calibrated=True), domain("code", pruned=None), domain("x", dense=None)])
-    lines = [line for line in model_card(report).splitlines() if line.startswith("- mean loss")]
-    assert lines == [
-        "- mean loss on c4, in nats: 2.000 dense, 2.250 pruned (calibrated on that text)",
-        "- mean loss on code, in nats: 2.000 dense, not finite pruned (not calibrated on that text)",
-    ]
 
 
 def test_summary_names_skipped_matrices_and_unmeasured_energy():

@@ -254,6 +254,22 @@ def test_tables_have_the_accuracies_and_their_errors(recipe, tmp_path, monkeypat
     assert next(csv.DictReader((tmp_path / "out" / "results.csv").open()))["rte"] == "0.375"
 
 
+def test_a_task_that_is_named_like_a_figure_has_a_column_of_its_own(recipe, tmp_path, monkeypatch):
+    names = ("seconds", "kJ", "perplexity x", "method", "zero-shot", "label", "piqa", "piqa stderr")
+    parts = {name: {"acc": 0.125, "acc_stderr": 0.5} for name in names}
+    found = {"limit": None, "tasks": parts, "zeroshot": {"acc": 0.75, "acc_stderr": 0.25}, "mmlu": {}}
+    monkeypatch.setattr(sweep, "evaluate_tasks", lambda *_, **__: found)
+    loaded = Recipe.load(recipe([{"method": "wanda"}], tasks=["zeroshot"]))
+    (line,) = lines_of(loaded.cells, run(loaded, tmp_path / "out"))
+    assert line.mean("seconds") != 0.125 and line.mean("zero-shot") == 0.75 and line.values("kJ") == []
+    for name in names:
+        column = name if name == "piqa" else f"task {name}"
+        assert (line.mean(column), line.mean(f"{column} stderr")) == (0.125, 0.5)
+    write_tables([line], tmp_path / "out")
+    head, *_ = csv.reader((tmp_path / "out" / "results.csv").open())
+    assert len(head) == len(set(head))
+
+
 def test_perplexities_of_different_protocols_have_tables_of_their_own(recipe, tmp_path):
     found = Recipe.load(recipe([{"method": "magnitude", "eval_seqlen": [12, 24]}]))
     table = markdown(lines_of(found.cells, run(found, tmp_path / "out")))
@@ -376,7 +392,94 @@ def test_a_perplexity_that_is_not_finite_is_shown(recipe, tmp_path):
     cells = run(found, tmp_path / "out")
     cells[0]["perplexity"][0]["perplexity"] = math.inf
     written = write(found, cells, tmp_path / "out")
-    assert "| inf |" in (tmp_path / "out" / "results.md").read_text() and [p.suffix for p in written] == [".csv", ".md"]
+    assert "| inf |" in (tmp_path / "out" / "results.md").read_text()
+    assert [path.name for path in written[2:]] == ["disagreement-by-block.png", "kept-in-rows.png"]
+
+
+def drawn(monkeypatch) -> dict[str, list]:
+    """Name of a picture -> its axes, as they are saved."""
+    from matplotlib.figure import Figure
+
+    pictures, save = {}, Figure.savefig
+
+    def kept(figure, path, **options):
+        pictures[path.name.split(".")[1]] = figure.axes
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    return pictures
+
+
+def texts_of(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+@pytest.fixture
+def lines(recipe, tmp_path):
+    """Lines of a sweep whose perplexities and figures a test may change."""
+    found = Recipe.load(recipe())
+    return lines_of(found.cells, run(found, tmp_path / "out"))
+
+
+@pytest.mark.fault("sweep pictures")
+def test_every_cell_is_in_the_picture_of_perplexities_with_plain_numbers(lines, tmp_path, monkeypatch):
+    pictures = drawn(monkeypatch)
+    draw(lines, tmp_path)
+    (axes,) = pictures["perplexity-by-sparsity"]
+    labels = axes.get_legend_handles_labels()[1]
+    assert set(labels) == {
+        "dense", "wanda uniform", "magnitude layer", "fwanda row", "fwanda global", "fsparsegpt global",
+        "wanda uniform 2:4",
+    }  # fmt: skip
+    points = sum(
+        len(line.get_xdata()) for line in axes.lines if line.get_label() in labels and line.get_label() != "dense"
+    )
+    assert points == len(lines)
+    axes.figure.canvas.draw()
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["50 %", "60 %"]
+    assert all("10^" not in label.get_text() and "$" not in label.get_text() for label in axes.get_yticklabels())
+    assert all(axes.get_title().startswith("tiny: ") for (axes,) in pictures.values())
+
+
+@pytest.mark.fault("sweep pictures")
+def test_perplexities_over_decades_have_plain_numbers(lines, tmp_path, monkeypatch):
+    pictures = drawn(monkeypatch)
+    for number, line in enumerate(lines):
+        line.cells[0]["perplexity"][0]["perplexity"] = 20 * 3.0**number
+    draw(lines, tmp_path)
+    (axes,) = pictures["perplexity-by-sparsity"]
+    axes.figure.canvas.draw()
+    low, high = axes.get_ylim()
+    shown = [t.get_text() for t in axes.get_yticklabels() if low <= t.get_position()[1] <= high]
+    assert axes.get_yscale() == "log" and {"100", "1,000", "50"} <= set(shown)
+    assert axes.yaxis.get_minor_formatter()(60, 0) == ""
+
+
+@pytest.mark.fault("sweep pictures")
+def test_a_spike_is_clipped_with_its_value(lines, tmp_path, monkeypatch):
+    pictures = drawn(monkeypatch)
+    lines[0].cells[0]["perplexity"][0]["perplexity"] = 5e9
+    draw(lines, tmp_path)
+    (axes,) = pictures["perplexity-by-sparsity"]
+    assert axes.get_ylim()[1] < 1e6 and "5,000,000,000 " in texts_of(axes)
+    (axes,) = pictures["kept-in-rows"]
+    assert axes.get_ylim()[1] < 1 and any("outside the picture" in text for text in texts_of(axes))
+
+
+@pytest.mark.fault("sweep pictures")
+def test_a_perplexity_that_is_not_finite_is_told_in_the_picture(lines, tmp_path, monkeypatch):
+    pictures = drawn(monkeypatch)
+    lines[0].cells[0]["perplexity"][0]["perplexity"] = math.nan
+    draw(lines, tmp_path)
+    (axes,) = pictures["perplexity-by-sparsity"]
+    assert f"not finite: {lines[0].label}" in texts_of(axes)
+    assert lines[0].label in pictures["disagreement-by-block"][0].get_legend_handles_labels()[1]
+
+
+def test_names_that_look_like_formulas_are_drawn(lines, tmp_path):
+    for line in lines:
+        line.cells[0]["model"] = "$\\frac{1$_\x00日本"
+    assert len(draw(lines, tmp_path)) == 4
 
 
 def test_cells_that_differ_in_order_have_rows_of_their_own(recipe):

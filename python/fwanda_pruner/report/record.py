@@ -90,6 +90,8 @@ class Report:
         row_histogram: number of rows by the share of weights that they keep, over all pruned matrices. Bin i of
             ROW_BINS holds the shares in [i / ROW_BINS, (i + 1) / ROW_BINS); the last bin also holds 1. None in records
             of older versions.
+        backends: op of fwanda_kernels -> the backend that comes first for it on the device of the run. None in records
+            of older versions.
     """
 
     config: dict
@@ -111,6 +113,7 @@ class Report:
     passes: dict | None
     refit: dict | None = None
     row_histogram: list[int] | None = None
+    backends: dict[str, str] | None = None
 
     @property
     def sparsity(self) -> dict[str, float]:
@@ -139,6 +142,14 @@ class Report:
         derived = {"sparsity": self.sparsity, "coverage": self.coverage}
         return {**facts, "perplexity": perplexity, **derived, "matrices": matrices}
 
+    def to_json(self) -> str:
+        """The text of `fwanda.json`: to_dict() as strict JSON, with one matrix a line.
+
+        Raises:
+            ValueError: a number is not finite where no report has such a number.
+        """
+        return _json_text(self.to_dict())
+
     @classmethod
     def from_dict(cls, data: dict) -> Report:
         """The inverse of to_dict(). It ignores derived numbers and computes them again.
@@ -150,6 +161,11 @@ class Report:
         for stage, seconds in facts["seconds"].items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or abs(seconds) > 1e18:
                 raise UserError(f"key {show('seconds.' + stage)} holds {show(seconds)}, expected a number")
+        _check_config(facts["config"])
+        _check_energy(facts["energy_details"])
+        _check_values("versions", facts["versions"], (str, type(None)))
+        _check_values("warnings", dict(enumerate(facts["warnings"])), str)
+        facts["backends"] = _backends(data.get("backends"))
         facts["refit"] = _refit(data.get("refit"))
         facts["domains"] = [_domain(domain, i) for i, domain in enumerate(facts["domains"])]
         facts["row_histogram"] = _row_histogram(data.get("row_histogram"))
@@ -193,12 +209,33 @@ def versions(device: torch.device | str | None = None) -> dict[str, str | None]:
     return {"fwanda_kernels": _kernels_version(), **found, "python": platform.python_version(), "device": name}
 
 
+def first_backends(device: torch.device) -> dict[str, str]:
+    """Op of fwanda_kernels -> the backend that comes first for it on a device; it may leave some calls to others."""
+    from fwanda_kernels import backends
+
+    return {op: names[device.type][0] for op, names in backends().items() if names.get(device.type)}
+
+
 def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
 def _json_number(value):
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _json_text(data: dict) -> str:
+    """Strict JSON of a record: indented, but each matrix and the histogram on a line of its own."""
+    parts = []
+    for key, value in data.items():
+        text = json.dumps(value, indent=1, allow_nan=False).replace("\n", "\n ")
+        if key == "row_histogram":
+            text = json.dumps(value)
+        elif key == "matrices" and value:
+            text = ",\n  ".join(json.dumps(row, allow_nan=False) for row in value)
+            text = f"[\n  {text}\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 _KINDS = {
@@ -238,6 +275,11 @@ _DOMAIN_KINDS = {
     "dense": (int, float, type(None)),
     "wanda": (int, float, type(None)),
     "pruned": (int, float, type(None)),
+}
+_ENERGY_KINDS = {
+    "gross_joules": (int, float),
+    "net_joules": (int, float, type(None)),
+    "flag": (str, type(None)),
 }
 _ROW_KINDS = {
     "name": str,
@@ -284,6 +326,52 @@ def _domain(data: dict, index: int) -> dict:
         if not (facts[key] is None or math.isfinite(facts[key])):
             raise UserError(f"key {where + key!r} holds {show(facts[key])}, expected a number or null")
     return facts
+
+
+def _check_config(config: dict) -> None:
+    """Refuses settings, or a result of the search, that no run writes."""
+    for key in ("model", "method", "allocation", "pattern"):
+        if not isinstance(config.get(key), (str, type(None))):
+            raise UserError(f"key {'config.' + key!r} holds {show(config[key])}, expected a text or null")
+    chosen = config.get("chosen")
+    if chosen is None:
+        return
+    for key, kind in (("name", str), ("start", str), ("losses", dict)):
+        _get(chosen, key, kind, "config.chosen.")
+    for name, losses in chosen["losses"].items():
+        where = f"config.chosen.losses.{name}"
+        if not isinstance(losses, dict):
+            raise UserError(f"key {show(where)} holds {show(losses)}, expected the losses of domains")
+        _check_values(where, losses, (int, float))
+
+
+def _check_energy(details: dict) -> None:
+    """Refuses energies of another form than EnergyMeter.to_dict(); what is missing was not measured."""
+    phases = _get({"phases": {}, **details}, "phases", dict, "energy_details.")
+    values = {"total": details["total"]} if "total" in details else {}
+    for name, value in {**values, **{f"phases.{name}": value for name, value in phases.items()}}.items():
+        where = f"energy_details.{name}"
+        if isinstance(value, str):
+            continue
+        for key, kinds in _ENERGY_KINDS.items():
+            _check_values(where, {key: _get(value, key, kinds, f"{where}.")}, kinds)
+
+
+def _check_values(where: str, values: dict, kinds) -> None:
+    """Refuses a mapping whose values are of other types, or numbers that no report holds."""
+    for key, value in values.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
+        if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, (int, float)) and not number):
+            raise UserError(f"key {f'{where}.{key}'[:120]!r} holds {show(value)}, which no report has there")
+
+
+def _backends(data) -> dict[str, str] | None:
+    if data is None:
+        return None
+    if not isinstance(data, dict):
+        raise UserError(f"key 'backends' holds {show(data)}, expected the backend of each op or null")
+    _check_values("backends", data, str)
+    return data
 
 
 def _refit(data) -> dict | None:

@@ -18,7 +18,7 @@ from ..evaluate.perplexity import check_pruned, perplexity_of
 from ..measure.statistics import Statistics
 from ..model.targets import Skipped
 from ..notes import warn
-from ..report.record import MatrixRow, Report, versions
+from ..report.record import MatrixRow, Report, first_backends, versions
 from ..text.windows import tokens_sha256
 from .energy import EnergyMeter
 from .stage import Stages
@@ -100,6 +100,7 @@ def report(
         passes=None if pruned.passes is None else asdict(pruned.passes),
         refit=pruned.refit,
         row_histogram=pruned.row_histogram,
+        backends=first_backends(engine.device),
     )
 
 

@@ -1,6 +1,5 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -68,10 +67,9 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
         report.warnings += [note for note in notes if note not in report.warnings]
-        record = json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n"
         card = model_card(report, multimodal=is_multimodal(model))
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
-        (folder / FILE_NAME).write_text(record, encoding="utf-8")
+        (folder / FILE_NAME).write_text(report.to_json(), encoding="utf-8")
         slices = {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
         not_found = dense.verify(folder, _expected_zeros(report), model=model, slices=slices)
     for note in notes:

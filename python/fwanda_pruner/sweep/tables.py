@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ..config import PruneConfig
@@ -47,7 +47,16 @@ class Line:
 PERPLEXITY, OF_DENSE = "perplexity ", "of dense "  # columns begin with these; the name of a text follows
 _FORMATS = {PERPLEXITY: ".2f", OF_DENSE: ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"}
 _ACCURACY = ".4f"
+# columns, and keys of benchmark results, that no task may take
+_TAKEN = {"model", "label", "seeds", "chosen", "tasks", "settings", "zero-shot", "mmlu", "seconds", "peak GB", "kJ"}
+_TAKEN |= {setting.name for setting in fields(PruneConfig)}
 _COUNTS = ("version", "num_fewshot", "samples", "samples_total", "tasks")  # beside the metrics of a task
+
+
+def _task_column(task: str) -> str:
+    """The name of a task, told apart from the other columns."""
+    taken = task in _TAKEN or task.startswith((PERPLEXITY, OF_DENSE, "task "))
+    return f"task {task}" if taken or task.endswith(" stderr") else task
 
 
 def evaluation(cell: dict) -> dict[str, float]:
@@ -58,7 +67,8 @@ def evaluation(cell: dict) -> dict[str, float]:
     """
     values = {PERPLEXITY + text["source"]: text["perplexity"] for text in cell["perplexity"]}
     tasks = cell.get("lm_eval") or {}
-    named = {"zero-shot": tasks.get("zeroshot", {}), "mmlu": tasks.get("mmlu", {}), **tasks.get("tasks", {})}
+    named = {"zero-shot": tasks.get("zeroshot", {}), "mmlu": tasks.get("mmlu", {})}
+    named |= {_task_column(name): results for name, results in tasks.get("tasks", {}).items()}
     for name, results in named.items():
         metric = next((key for key in results if key not in _COUNTS and "_stderr" not in key), None)
         if metric is not None:

@@ -1,0 +1,144 @@
+"""The HTML report: one page that shows runs side by side, without scripts and without anything from a network."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+from ..errors import UserError, one_line, shortened
+from ..formats.files import atomic_file
+from . import page
+from .record import Report
+from .summary import skipped_lines
+
+_TEMPLATE = "page.html.j2"
+_SHADES = 48  # colours of a heat map
+_DRAWN = 8  # runs in one chart
+_BIDI = ("LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+_SUFFIXES = (".html", ".htm")
+
+
+def write_html(reports: dict[str, Report], path: str | Path) -> None:
+    """Writes one self-contained HTML page about one or several runs.
+
+    The page appears whole or not at all. Its size hardly grows with the number of matrices: it shows blocks and kinds
+    of matrix.
+
+    Args:
+        reports: what to call a run -> its record; at least one.
+        path: the file to write; an existing file is replaced.
+
+    Raises:
+        UserError: jinja2 or matplotlib is missing, there is no report, or the file cannot be written.
+    """
+    path = _checked(path)
+    if not reports:
+        raise UserError("the HTML report needs at least one record of a run, got none; name a folder of fwanda prune")
+    text = render(reports)
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold any bytes
+
+
+def render(reports: dict[str, Report]) -> str:
+    """The page of write_html() as text."""
+    try:
+        import jinja2
+
+        from .charts import Charts, shades
+    except ImportError as error:
+        raise UserError(
+            f"the HTML report needs jinja2 and matplotlib ({error}): pip install jinja2 matplotlib"
+        ) from error
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=_visible,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": page.percent, "perplexity": page.perplexity, "short": shortened}
+    return environment.get_template(_TEMPLATE).render(_values(reports, Charts()), shades=shades(_SHADES)).lstrip()
+
+
+def _visible(value):
+    """A value of the template; characters of a text that control how others are shown become U+FFFD."""
+    if isinstance(value, str) and not hasattr(value, "__html__") and not value.isprintable():
+        return "".join("\ufffd" if _hides(character) else character for character in value)
+    return value
+
+
+def _hides(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _BIDI
+
+
+def _checked(path: str | Path) -> Path:
+    """The path, if a page can be written there."""
+    path = Path(path)
+    try:
+        is_file, has_folder = not path.is_dir(), path.absolute().parent.is_dir()
+    except (OSError, ValueError) as error:
+        name = shortened(str(path))
+        raise UserError(f"the HTML report cannot be named {name} ({one_line(error, 60)}); choose another") from error
+    if path.suffix.lower() not in _SUFFIXES or not is_file:
+        raise UserError(f"the HTML report must be a file that ends in .html, got {shortened(str(path))}")
+    if not has_folder:
+        raise UserError(f"the HTML report {shortened(str(path))}: its folder does not exist; make it first")
+    return path
+
+
+def _values(reports: dict[str, Report], charts) -> dict:
+    """The variables of the template."""
+    runs = page.runs_of(reports)
+    maps = {run.number: page.sparsity_map(run) for run in runs if run.pruned}
+    unlike = {run.number: found for run in runs if (found := page.disagreement_map(run)) is not None}
+    return {
+        "runs": runs,
+        "perplexities": page.perplexity_groups(runs),
+        "domains": page.domain_groups(runs),
+        "sparsity": {"maps": maps, "scale": page.scale_of(maps.values())},
+        "disagreement": _disagreement(unlike, charts),
+        "histograms": [_histogram(run, charts) for run in runs if sum(run.report.row_histogram or ())],
+        "searches": [
+            {"run": run, "svg": charts.search(run.search, _search_alt(run))} for run in runs if run.search is not None
+        ],
+        "stages": page.stage_rows(runs),
+        "settings": page.settings_rows(runs),
+        "versions": list(dict.fromkeys(name for run in runs for name in run.report.versions)),
+        "skipped": {run.number: skipped_lines([row for row in run.report.matrices if row.skipped]) for run in runs},
+        "warnings": page.grouped((warning, run) for run in runs for warning in run.report.warnings),
+        "energies": page.grouped((page.energy_in_words(run), run) for run in runs),
+        "shade_count": _SHADES,
+    }
+
+
+def _histogram(run: page.Run, charts) -> dict:
+    told = page.rows_in_words(run.report.row_histogram)
+    svg = charts.histogram(run.report.row_histogram, run.kept, run.number, f"Histogram of run {run.number}. {told}")
+    return {"run": run, "told": told, "svg": svg}
+
+
+def _disagreement(maps: dict[int, page.HeatMap], charts) -> dict | None:
+    """The lines over the blocks, and the heat maps that say the same in numbers."""
+    if not maps:
+        return None
+    lines = {number: page.means_by_block(found) for number, found in maps.items()}
+    lines = {number: values for number, values in lines.items() if values}
+    drawn = dict(list(lines.items())[:_DRAWN])
+    means = ", ".join(
+        f"run {number} {page.percent(min(values.values()))} to {page.percent(max(values.values()))}"
+        for number, values in drawn.items()
+    )
+    alt = f"Lines over the blocks: share of mask entries unlike Wanda's. {means}."
+    svg = charts.by_block(drawn, "unlike Wanda's mask", alt) if drawn else None
+    return {"maps": maps, "scale": page.scale_of(maps.values()), "svg": svg, "undrawn": len(lines) - len(drawn)}
+
+
+def _search_alt(run: page.Run) -> str:
+    means = run.search.means
+    told = [f"{shortened(name)} {mean:.3f}" for name, mean in means.items() if mean is not None]
+    return (
+        f"Dot plot of run {run.number}: mean increase of the loss in nats by the masks that were tried. "
+        f"{', '.join(told[:40])}. Chosen: {shortened(run.search.chosen)}."
+    )
