@@ -12,13 +12,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fwanda_kernels"
-OPS = '''
+OPS = """
 import torch
 ops = torch.ops.{id}
 def add_op_namespace_prefix(op_name):
     return f"{id}::{{op_name}}"
-'''
-USE = '''
+"""
+USE = """
 import torch
 weight, scale = torch.randn(4, 8), torch.rand(8)
 for kernel in copies:
@@ -29,7 +29,7 @@ assert names == ["_fwanda_kernels_cpu_one", "_fwanda_kernels_cpu_two"], names
 import fwanda_kernels
 assert fwanda_kernels._dispatch.NAMESPACE == "fwanda"
 assert torch.equal(fwanda_kernels.nm_mask(weight, scale, 2, 4), copies[0].nm_mask(weight, scale, 2, 4))
-'''
+"""
 
 
 def variant(folder: Path, name: str) -> Path:
