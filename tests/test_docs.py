@@ -7,7 +7,8 @@ comment before a block changes how it runs:
                                (FWANDA_COMPILERS=1), make (only `make -n` is tried), or a Python package by name
     <!-- continues -->         goes on in the folder, and with the Python names, of the blocks before it
 
-Outside README, a tiny model stands for smollm2. MODEL and DIR stand for a model and a folder everywhere.
+On other pages than README and recipes.md, a tiny model stands for smollm2. MODEL and DIR stand for a model and a
+folder everywhere.
 """
 
 import importlib.util
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"<!-- (?P<word>needs|continues)(: (?P<what>[\w-]+))? -->\n+\Z")
+REAL = ("README.md", "docs/recipes.md")  # pages whose blocks prune SmolLM2 itself
 LANGUAGES = ("", "sh", "python", "yaml", "text")
 NEEDS = {
     "gpu": torch.cuda.is_available,
@@ -88,8 +90,9 @@ def missing(need: str | None) -> bool:
 
 
 def runnable(block: Block, model: Path) -> str:
-    names = {"MODEL": str(model), "DIR": "dir"} | ({} if block.page == "README.md" else {"smollm2": str(model)})
+    names = {"MODEL": str(model), "DIR": "dir"} | ({} if block.page in REAL else {"smollm2": str(model)})
     code = re.sub(r"\b(MODEL|DIR|smollm2)\b(?!-)", lambda match: names.get(match[0], match[0]), block.code)
+    code = code.replace("examples/", f"{ROOT}/examples/")
     return re.sub(r"^make ", "make -n ", code, flags=re.MULTILINE)
 
 
@@ -136,8 +139,9 @@ def test_block_runs(group, model, tmp_path):
             [sys.executable, "-c", python] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", code]
         )
         run(program, ROOT if block.needs == "make" else tmp_path)
-    if not ran and group[0].needs:
-        pytest.skip(f"needs: {group[0].needs}")
+    needed = next((block.needs for block in group if missing(block.needs)), None)
+    if not ran and needed:
+        pytest.skip(f"needs: {needed}")
 
 
 def test_blocks_are_found_with_their_marks():
