@@ -68,8 +68,8 @@ def readme_result(folder: Path = RESULTS) -> str:
     return (
         "Half of the weights in the decoder blocks of SmolLM2-135M-Instruct are removed. The perplexity on WikiText-2 "
         "(lower is better)\n"
-        f"rises from {dense:,.1f} to {wanda:,.1f} by Wanda, to {sparsegpt:,.1f} by SparseGPT, and to **{auto:,.1f}** by "
-        "F-Wanda with `--allocation auto`. The weights\n"
+        f"rises from {dense:,.1f} to {wanda:,.1f} by Wanda, to {sparsegpt:,.1f} by SparseGPT, and to **{auto:,.1f}** "
+        "by F-Wanda with `--allocation auto`. The weights\n"
         "were dequantised from a 4-bit file; [Quality](#quality) has the details.\n"
     )
 
