@@ -24,7 +24,7 @@ BARE_CHECK := import importlib.util as u, torch, fwanda_kernels as fk; \
 # Where nvcc is, the wheel holds the CUDA library too.
 WHEEL_LIBRARIES := $(shell command -v nvcc >/dev/null && echo all || echo cpu)
 
-.PHONY: help demo test bench lint matrix wheels clean
+.PHONY: help demo test lint bench matrix wheels clean
 
 help:
 	@echo "make demo     prune SmolLM2-135M by four methods and compare them in a table"
