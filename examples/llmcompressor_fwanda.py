@@ -8,8 +8,11 @@ environment. MODEL is a Hugging Face folder or id; OUTPUT is the folder to write
 
 import sys
 
+try:
+    from llmcompressor import oneshot
+except ModuleNotFoundError as error:
+    sys.exit(f'{error}: run pip install ".[prune,llmcompressor]" in the clone, in a new environment')
 from datasets import Dataset
-from llmcompressor import oneshot
 
 import fwanda_pruner.integrations.llmcompressor  # noqa: F401  makes FWandaModifier a key of recipes
 from fwanda_pruner.text.sources import load_documents
@@ -19,6 +22,8 @@ pruning_stage:
   pruning_modifiers:
     FWandaModifier: {sparsity: 0.5, allocation: global}
 """
+if len(sys.argv) != 3:
+    sys.exit("usage: python examples/llmcompressor_fwanda.py MODEL OUTPUT")
 model, output = sys.argv[1:]
 text = Dataset.from_dict({"text": load_documents("sample", purpose="calibration")})
 model = oneshot(

@@ -21,7 +21,12 @@ import torch
 from . import _autograd
 from ._checks import expect_apart
 
-NAMESPACE = "fwanda"
+try:  # kernel-builder writes this module into its copies, so that several versions live in one process
+    from ._ops import add_op_namespace_prefix
+except ImportError:
+    NAMESPACE = "fwanda"
+else:
+    NAMESPACE = add_op_namespace_prefix("").removesuffix("::")
 MODULES = {"native": "._backends.native_{device}", "triton": "._backends.triton.{family}"}
 BACKENDS = (*MODULES, "reference")
 ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}

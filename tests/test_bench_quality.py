@@ -141,6 +141,8 @@ def test_the_table_of_the_readme_has_means_and_the_best_in_bold(tmp_path):
     assert text[2] == "| method | allocation | perplexity, 50 % removed |"
     assert text[4] == "| Magnitude | layer | 1,005.0 |"
     assert [row for row in text if "**" in row] == ["| F-SparseGPT | auto | **999.0** |"]
+    told = " ".join(benchmark("render.py", "--print", "readme-result", "--results", str(tmp_path)).stdout.split())
+    assert "rises from 21.8 to 1,004.0 by Wanda, to 1,003.0 by SparseGPT, and to **1,000.0** by F-Wanda" in told
 
 
 @pytest.mark.parametrize(

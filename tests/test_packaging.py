@@ -1,6 +1,7 @@
 """What an install yields: the wheel's contents and tag under each FWANDA_BUILD, and the build's errors."""
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "csrc", "fwanda_kernels", "python"]
+SOURCES = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "csrc", "fwanda_kernels", "python"]
 build = runpy.run_path(str(ROOT / "fwanda_kernels" / "_build.py"))
 needs_compiler = pytest.mark.skipif(not (shutil.which("c++") or os.environ.get("CXX")), reason="no C++ compiler")
 
@@ -29,8 +30,8 @@ def source_tree(tmp_path):
     return tree
 
 
-def build_wheel(tree, mode, **environment):
-    code = "import setuptools.build_meta as backend; backend.build_wheel('dist')"
+def build_wheel(tree, mode, what="wheel", **environment):
+    code = f"import setuptools.build_meta as backend; backend.build_{what}('dist')"
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=tree,
@@ -64,6 +65,22 @@ def test_pure_wheel_holds_both_packages_and_the_sources_and_no_library(source_tr
     assert {"fwanda_kernels/_backends/triton/obs.py", "fwanda_kernels/csrc/bad.h"} <= expected
     assert expected | {"fwanda_kernels/py.typed", "fwanda_pruner/py.typed"} <= names
     assert not [name for name in names if name.endswith(".so")]
+
+
+def test_source_archive_holds_sources_and_tests_and_builds_the_same_wheel(source_tree, tmp_path):
+    for name in ("tests", "docs", "examples"):
+        shutil.copytree(ROOT / name, source_tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    assert build_wheel(source_tree, "0", "sdist").returncode == 0
+    (archive,) = (source_tree / "dist").iterdir()
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    for name in ("csrc/cpu.cpp", "csrc/threshold.cuh", "tests/tiny.py", "docs/methods.md", "examples/nn_prune.py"):
+        assert (unpacked / name).is_file(), name
+    assert not [path for path in unpacked.rglob("*") if path.suffix in (".so", ".pyc")]
+    archive.unlink()
+    for tree in (source_tree, unpacked):
+        assert build_wheel(tree, "0").returncode == 0
+    assert only_wheel(source_tree)[1] == only_wheel(unpacked)[1]
 
 
 def test_auto_installs_without_a_compiler(source_tree):
@@ -146,3 +163,19 @@ def test_an_unreadable_architecture_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
     with pytest.raises(build["BuildError"], match="got 'Hopper'"):
         build["build"]("cuda", tmp_path)
+
+
+def test_the_extra_prune_holds_no_package_that_only_some_runs_need():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 and newer have it")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {name: [re.match(r"[\w-]+", item)[0] for item in items] for name, items in extras.items()}
+    assert not {"datasets", "gguf", "accelerate", "lm-eval", "matplotlib", "jinja2", "torchao"} & set(names["prune"])
+    assert {"transformers", "safetensors", "tqdm", "pyyaml"} <= set(names["prune"])
+    whole = re.search(r"\[(.*)\]", extras["all"][0])[1].split(",")
+    assert set(whole) == {"prune", "gguf", "datasets", "report", "eval"}
+
+
+def test_make_alone_lists_every_target():
+    listed = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.search(r"^\.PHONY: help (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert [line.split()[1] for line in listed.splitlines()] == targets

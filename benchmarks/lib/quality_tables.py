@@ -49,14 +49,35 @@ def result_table(result: dict) -> str:
     return f"{caption(result)}\n\n{table(['', *(f'{name}, {share}' for name, share in best)], body)}"
 
 
-def readme(folder: Path = RESULTS) -> str:
-    """A small table: perplexity of SmolLM2 on the first text by share removed, mean of the seeds."""
+def readme_means(folder: Path) -> tuple[dict, dict]:
+    """The result of the README, and its means over the seeds on the first text, by method, allocation and share."""
     result = [r for r in read_all("quality", folder).values() if README_RECIPE.items() <= r.items()][-1]
-    shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
     text = text_columns(result)[0]
     means = {
         (line["method"], line["allocation"], share_of(line)): statistics.fmean(line[text]) for line in result["lines"]
     }
+    return result, means
+
+
+def readme_result(folder: Path = RESULTS) -> str:
+    """The result that the README begins with, in two sentences."""
+    result, means = readme_means(folder)
+    rules = (("wanda", "uniform"), ("sparsegpt", "uniform"), ("fwanda", "auto"))
+    dense = result["dense"][text_columns(result)[0]]
+    wanda, sparsegpt, auto = (means[method, allocation, "0.5"] for method, allocation in rules)
+    return (
+        "Half of the weights in the decoder blocks of SmolLM2-135M-Instruct are removed. The perplexity on WikiText-2 "
+        "(lower is better)\n"
+        f"rises from {dense:,.1f} to {wanda:,.1f} by Wanda, to {sparsegpt:,.1f} by SparseGPT, and to **{auto:,.1f}** "
+        "by F-Wanda with `--allocation auto`. The weights\n"
+        "were dequantised from a 4-bit file; [Quality](#quality) has the details.\n"
+    )
+
+
+def readme(folder: Path = RESULTS) -> str:
+    """A small table: perplexity of SmolLM2 on the first text by share removed, mean of the seeds."""
+    result, means = readme_means(folder)
+    shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
     best = {share: min(means[method, allocation, share] for method, allocation in README_ROWS) for share in shares}
     rows = []
     for (method, allocation), names in README_ROWS.items():

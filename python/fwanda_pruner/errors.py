@@ -45,10 +45,14 @@ class _Short(reprlib.Repr):
             return f"a number of {value.bit_length()} bits"
 
 
+def shortened(text: str, limit: int = 80) -> str:
+    """The beginning of a text, in at most `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def show(value, limit: int = 80) -> str:
     """Any value as Python writes it, on one line of at most `limit` characters."""
-    text = " ".join(_Short(limit).repr(value).split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return shortened(" ".join(_Short(limit).repr(value).split()), limit)
 
 
 def has_control(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
-from ..errors import UserError, one_line, shortened
+from ..errors import UserError, one_line, shortened, show
 from ..formats.files import atomic_file
 from . import page
 from .record import Report
@@ -82,9 +82,9 @@ def _checked(path: str | Path) -> Path:
         name = shortened(str(path))
         raise UserError(f"the HTML report cannot be named {name} ({one_line(error, 60)}); choose another") from error
     if path.suffix.lower() not in _SUFFIXES or not is_file:
-        raise UserError(f"the HTML report must be a file that ends in .html, got {shortened(str(path))}")
+        raise UserError(f"the HTML report must be a file that ends in .html, got {show(str(path))}")
     if not has_folder:
-        raise UserError(f"the HTML report {shortened(str(path))}: its folder does not exist; make it first")
+        raise UserError(f"the HTML report {show(str(path))}: its folder does not exist; make it first")
     return path
 
 

@@ -5,7 +5,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..source_shares import counts_of, parse_sources
 from .record import FILE_NAME, MatrixRow, Report
 
@@ -159,8 +159,7 @@ def _calibration(report: Report) -> str:
 
 def _short(source: str) -> str:
     """The name of a text in few columns; of a long path, the file."""
-    name = source if len(source) <= _LONGEST_NAME else Path(source).name
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+    return shortened(source if len(source) <= _LONGEST_NAME else Path(source).name, _LONGEST_NAME)
 
 
 def _losses(report: Report) -> list[str]:
