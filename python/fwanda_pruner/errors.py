@@ -46,7 +46,8 @@ class _Short(reprlib.Repr):
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """The beginning of a text, in at most `limit` characters."""
+    """Any text on one line of at most `limit` characters, with control characters escaped."""
+    text = ascii(text)[1:-1] if not text.isprintable() else text
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
