@@ -90,7 +90,7 @@ def test_cost_has_seconds_and_joules_of_each_stage(tmp_path):
     assert rows_of(source)[1:] == [
         ["load the model", "3.0", "", "-"],
         ["calibrate", "10.0", "", "1,234"],
-        ["search for masks", "20.5", "", "-"],
+        ["choose the allocation", "20.5", "", "-"],
         ["prune", "2.0", "", "-"],
         ["total", "35.5", "", "5,000"],
     ]

@@ -21,6 +21,7 @@ from .config import PruneConfig
 from .errors import UserError, did_you_mean, show
 from .progress import begin_stage, planned
 from .source_shares import parse_sources
+from .stage_names import StageName
 from .terminal import say, styled
 
 
@@ -49,7 +50,7 @@ def _config(args: argparse.Namespace) -> PruneConfig:
 
 def _load(args: argparse.Namespace, config: PruneConfig):
     """The model and tokenizer of a command."""
-    begin_stage("load the model")
+    begin_stage(StageName.LOAD.title)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     from .model.load import load_model
@@ -144,7 +145,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
     from .run import pipeline
     from .run.plan import stage_titles
     from .run.save import save_pruned
-    from .run.stage import StageName, timed
+    from .run.stage import timed
     from .run.state import RunState
 
     titles = stage_titles(config, statistics, saves=True) + ["upload"] * bool(args.push_to_hub)
@@ -256,7 +257,6 @@ def sample(args: argparse.Namespace) -> Result:
     """Lets a model write text and saves it."""
     config = _config(args)
     from .run.sample import check_sample_file, write_sample
-    from .run.stage import StageName
     from .run.state import RunState
 
     check_sample_file(args.output)
@@ -294,7 +294,7 @@ def evaluate(args: argparse.Namespace) -> Result:
     from .run.pipeline import evaluate_model
 
     config = replace(config, bos=_recorded_bos(args.model, config))
-    with planned(["load the model", "perplexity and zeros", *(["tasks"] if tasks else [])]):
+    with planned([StageName.LOAD.title, "perplexity and zeros", *(["tasks"] if tasks else [])]):
         model, tokenizer = _load(args, config)
         begin_stage("perplexity and zeros")
         result = evaluate_model(model, tokenizer, config=config)

@@ -20,8 +20,9 @@ from .model.load import load_model, quiet
 from .report.record import FILE_NAME, Report
 from .run.pipeline import collect, prune
 from .run.save import save_pruned
-from .run.stage import StageName, pruning_seconds, timed
+from .run.stage import timed
 from .run.texts import protocol
+from .stage_names import StageName, pruning_seconds
 from .text.sources import SAMPLE
 from .text.windows import evaluation_tokens
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..stage_names import StageName
 from .record import MatrixRow, Report
 from .summary import protocol_line
 
@@ -19,19 +20,7 @@ METHODS = {
     "fwanda": "F-Wanda",
     "fsparsegpt": "F-SparseGPT",
 }
-STAGES = {
-    "load": "load the model",
-    "sample": "let the model write text",
-    "text": "read text",
-    "eval_dense": "perplexity before",
-    "calibrate": "calibrate",
-    "choose": "search for masks",
-    "budgets": "budgets of rows",
-    "check": "compare on domains",
-    "prune": "prune",
-    "eval_pruned": "perplexity after",
-    "save": "save and count zeros",
-}
+_TITLES = {name.value: name.title for name in StageName}  # of stages
 _LONGEST = 120  # blocks, and kinds of matrix, of one heat map; larger ones say what they leave out
 _KINDS = 24
 _SPIKE = 3.0  # times the range of the other values: farther ones are drawn at the edge of a chart
@@ -273,10 +262,10 @@ def _search(chosen: dict | None) -> Search | None:
 def stage_rows(runs: Sequence[Run]) -> list[dict]:
     """A row for each stage: its name in words, and for each run its seconds and joules, None where it has none."""
     found = dict.fromkeys(name for run in runs for name in run.report.seconds)
-    names = [*(name for name in STAGES if name in found), *(name for name in found if name not in STAGES)]
+    names = [*(name for name in _TITLES if name in found), *(name for name in found if name not in _TITLES)]
     return [
         {
-            "name": STAGES.get(name, name),
+            "name": _TITLES.get(name, name),
             "cells": [
                 {
                     "seconds": run.report.seconds.get(name),

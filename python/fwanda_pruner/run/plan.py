@@ -5,9 +5,9 @@ from __future__ import annotations
 from ..config import PruneConfig
 from ..measure.statistics import Statistics
 from ..notes import muted
+from ..stage_names import StageName
 from . import stages
 from .read_texts import own_windows
-from .stage import StageName
 from .texts import with_sources
 
 
