@@ -196,13 +196,15 @@ def _add_report(commands) -> None:
 
 
 def _add_demo(commands) -> None:
-    parser = _command(commands, "demo", demo, "prune SmolLM2-135M by four methods and compare them", "")
+    parser = _command(commands, "demo", demo, "prune SmolLM2-135M in four ways and compare them", "")
     parser.add_argument(
         "--output",
         metavar="DIR",
         help="folder for the best model (default: smollm2-pruned, or smollm2-pruned-quick with --quick)",
     )
-    parser.add_argument("--quick", action="store_true", help="use less text and two methods, to see that all runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="use less text and two of the ways, to see that all runs"
+    )
 
 
 def _add_doctor(commands) -> None:

@@ -377,7 +377,7 @@ def report(args: argparse.Namespace) -> Result:
 
 
 def demo(args: argparse.Namespace) -> Result:
-    """Prunes a small model by several methods and prints a table."""
+    """Prunes a small model in several ways and prints a table."""
     from .demo import run
 
     run(Path(args.output) if args.output else None, quick=args.quick)
