@@ -202,9 +202,7 @@ def _add_demo(commands) -> None:
         metavar="DIR",
         help="folder for the best model (default: smollm2-pruned, or smollm2-pruned-quick with --quick)",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="use less text and two of the ways, to see that all runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="use less text and two of the ways, to see that all runs")
 
 
 def _add_doctor(commands) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
-from ..errors import UserError, one_line, shortened, show
-from ..formats.files import atomic_file
+from ..errors import UserError, install_hint, shortened
+from ..formats.files import atomic_file, check_file
 from . import page
 from .record import Report
 from .summary import skipped_lines
@@ -15,7 +15,6 @@ _TEMPLATE = "page.html.j2"
 _SHADES = 48  # colours of a heat map
 _DRAWN = 8  # runs in one chart
 _BIDI = ("LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-_SUFFIXES = (".html", ".htm")
 
 
 def write_html(reports: dict[str, Report], path: str | Path) -> None:
@@ -31,7 +30,7 @@ def write_html(reports: dict[str, Report], path: str | Path) -> None:
     Raises:
         UserError: jinja2 or matplotlib is missing, there is no report, or the file cannot be written.
     """
-    path = _checked(path)
+    path = check_file(path, ".html", flag="--html")
     if not reports:
         raise UserError("the HTML report needs at least one record of a run, got none; name a folder of fwanda prune")
     text = render(reports)
@@ -46,9 +45,7 @@ def render(reports: dict[str, Report]) -> str:
 
         from .charts import Charts, shades
     except ImportError as error:
-        raise UserError(
-            f"the HTML report needs jinja2 and matplotlib ({error}): pip install jinja2 matplotlib"
-        ) from error
+        raise UserError(f"the HTML report needs jinja2 and matplotlib ({error}); {install_hint('report')}") from error
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -71,21 +68,6 @@ def _visible(value):
 
 def _hides(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _BIDI
-
-
-def _checked(path: str | Path) -> Path:
-    """The path, if a page can be written there."""
-    path = Path(path)
-    try:
-        is_file, has_folder = not path.is_dir(), path.absolute().parent.is_dir()
-    except (OSError, ValueError) as error:
-        name = shortened(str(path))
-        raise UserError(f"the HTML report cannot be named {name} ({one_line(error, 60)}); choose another") from error
-    if path.suffix.lower() not in _SUFFIXES or not is_file:
-        raise UserError(f"the HTML report must be a file that ends in .html, got {show(str(path))}")
-    if not has_folder:
-        raise UserError(f"the HTML report {show(str(path))}: its folder does not exist; make it first")
-    return path
 
 
 def _values(reports: dict[str, Report], charts) -> dict:
