@@ -6,20 +6,14 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..methods_table import METHODS
 from ..stage_names import StageName
 from .record import MatrixRow, Report
 from .summary import protocol_line
 
-METHODS = {
-    "magnitude": "Magnitude pruning",
-    "wanda": "Wanda",
-    "sparsegpt": "SparseGPT",
-    "fwanda": "F-Wanda",
-    "fsparsegpt": "F-SparseGPT",
-}
 _TITLES = {name.value: name.title for name in StageName}  # of stages
 _LONGEST = 120  # blocks, and kinds of matrix, of one heat map; larger ones say what they leave out
 _KINDS = 24
@@ -40,13 +34,13 @@ class Run:
     number: int
     label: str
     report: Report
-    search: Search | None = field(default=None)
+    search: Search | None = None
 
     @property
     def method(self) -> str:
         """Method, allocation and pattern in words."""
         config = self.report.config
-        name = METHODS.get(config.get("method"), config.get("method") or "Pruning")
+        name = method_title(config.get("method")) or "Pruning"
         details = [config[key] for key in ("allocation", "pattern") if config.get(key)]
         return f"{name} ({', '.join(details)})" if details else name
 
@@ -140,6 +134,11 @@ def runs_of(reports: dict[str, Report]) -> list[Run]:
         Run(number, label, report, _search(report.config.get("chosen")))
         for number, (label, report) in enumerate(reports.items(), 1)
     ]
+
+
+def method_title(name: str | None) -> str | None:
+    """The title of a method by its name; the name itself where it is of another version."""
+    return METHODS[name].title if name in METHODS else name
 
 
 def percent(share: float, digits: int = 1) -> str:
