@@ -143,10 +143,10 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
     from .formats.files import check_output
     from .report.summary import next_commands, summary
     from .run import pipeline
-    from .run.plan import stage_titles
     from .run.save import save_pruned
     from .run.stage import timed
     from .run.state import RunState
+    from .run.titles import stage_titles
 
     titles = stage_titles(config, statistics, saves=True) + ["upload"] * bool(args.push_to_hub)
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
@@ -235,7 +235,7 @@ def calibrate(args: argparse.Namespace) -> Result:
     from .formats.files import check_file
     from .measure.statistics import Statistics
     from .run.pipeline import collect
-    from .run.plan import calibration_titles
+    from .run.titles import calibration_titles
 
     output = check_file(args.output, ".safetensors")
     if output.exists():
