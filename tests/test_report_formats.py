@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from test_report import PROTOCOL, domain, make_report
+from reports import PROTOCOL, domain, make_report
 
 from fwanda_pruner.cli import main
 
