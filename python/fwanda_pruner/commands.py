@@ -86,10 +86,8 @@ def prune(args: argparse.Namespace) -> Result:
     if args.statistics:
         check_uses_statistics(resolved)
     if _is_finished(args, config):
-        _upload(args)
-        return _result_of(
-            args, f"finished    {args.output} holds the result of this command, with the zeros of its report"
-        )
+        finished = f"finished    {args.output} holds the result of this command, and its zeros are those of its report"
+        return _result_of(args, "\n".join([finished, *_upload(args)]))
     if not args.dry_run:
         inputs = (
             args.model,
