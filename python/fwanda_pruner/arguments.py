@@ -103,7 +103,9 @@ def _add_prune(commands) -> None:
         help="delete what DIR holds and what an interrupted run has finished, and write the result there",
     )
     output.add_argument(
-        "--dry-run", action="store_true", help="list every matrix and how much of it would go, and write nothing"
+        "--dry-run",
+        action="store_true",
+        help="list every matrix and how many of its weights would be removed, and write nothing",
     )
     output.add_argument(
         "--json", action="store_true", help="print the record, fwanda.json, and nothing else on standard output"
@@ -111,8 +113,8 @@ def _add_prune(commands) -> None:
     output.add_argument(
         "--push-to-hub",
         metavar="ID",
-        help="also upload DIR to the Hugging Face Hub, as NAME or USER/NAME. A new repository is private. The token is "
-        "that of `hf auth login` or of HF_TOKEN",
+        help="also upload DIR to the Hugging Face Hub, as NAME or OWNER/NAME. A new repository is private. The token of "
+        "`hf auth login` or HF_TOKEN is used",
     )
 
 
