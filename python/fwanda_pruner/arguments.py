@@ -113,8 +113,8 @@ def _add_prune(commands) -> None:
     output.add_argument(
         "--push-to-hub",
         metavar="ID",
-        help="also upload DIR to the Hugging Face Hub, as NAME or OWNER/NAME. A new repository is private. The token of "
-        "`hf auth login` or HF_TOKEN is used",
+        help="also upload DIR to the Hugging Face Hub, as NAME or OWNER/NAME. A new repository is private. The token "
+        "comes from `hf auth login` or HF_TOKEN",
     )
 
 

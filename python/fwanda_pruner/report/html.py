@@ -73,14 +73,14 @@ def _hides(character: str) -> bool:
 def _values(reports: dict[str, Report], charts) -> dict:
     """The variables of the template."""
     runs = page.runs_of(reports)
-    maps = {run.number: page.sparsity_map(run) for run in runs if run.pruned}
-    unlike = {run.number: found for run in runs if (found := page.disagreement_map(run)) is not None}
+    sparsities = {run.number: page.sparsity_map(run) for run in runs if run.pruned}
+    disagreements = {run.number: heat_map for run in runs if (heat_map := page.disagreement_map(run)) is not None}
     return {
         "runs": runs,
         "perplexities": page.perplexity_groups(runs),
         "domains": page.domain_groups(runs),
-        "sparsity": {"maps": maps, "scale": page.scale_of(maps.values())},
-        "disagreement": _disagreement(unlike, charts),
+        "sparsity": {"maps": sparsities, "scale": page.scale_of(sparsities.values())},
+        "disagreement": _disagreement(disagreements, charts),
         "histograms": [_histogram(run, charts) for run in runs if sum(run.report.row_histogram or ())],
         "searches": [
             {"run": run, "svg": charts.search(run.search, _search_alt(run))} for run in runs if run.search is not None
@@ -96,16 +96,16 @@ def _values(reports: dict[str, Report], charts) -> dict:
 
 
 def _histogram(run: page.Run, charts) -> dict:
-    told = page.rows_in_words(run.report.row_histogram)
-    svg = charts.histogram(run.report.row_histogram, run.kept, run.number, f"Histogram of run {run.number}. {told}")
-    return {"run": run, "told": told, "svg": svg}
+    caption = page.rows_in_words(run.report.row_histogram)
+    svg = charts.histogram(run.report.row_histogram, run.kept, run.number, f"Histogram of run {run.number}. {caption}")
+    return {"run": run, "caption": caption, "svg": svg}
 
 
 def _disagreement(maps: dict[int, page.HeatMap], charts) -> dict | None:
     """The lines over the blocks, and the heat maps that say the same in numbers."""
     if not maps:
         return None
-    lines = {number: page.means_by_block(found) for number, found in maps.items()}
+    lines = {number: page.means_by_block(heat_map) for number, heat_map in maps.items()}
     lines = {number: values for number, values in lines.items() if values}
     drawn = dict(list(lines.items())[:_DRAWN])
     means = ", ".join(
@@ -119,8 +119,8 @@ def _disagreement(maps: dict[int, page.HeatMap], charts) -> dict | None:
 
 def _search_alt(run: page.Run) -> str:
     means = run.search.means
-    told = [f"{shortened(name)} {mean:.3f}" for name, mean in means.items() if mean is not None]
+    increases = [f"{shortened(name)} {mean:.3f}" for name, mean in means.items() if mean is not None]
     return (
         f"Dot plot of run {run.number}: mean increase of the loss in nats by the masks that were tried. "
-        f"{', '.join(told[:40])}. Chosen: {shortened(run.search.chosen)}."
+        f"{', '.join(increases[:40])}. Chosen: {shortened(run.search.chosen)}."
     )

@@ -216,16 +216,16 @@ def _cell(rows: Sequence[tuple[MatrixRow, float]]) -> Cell | None:
 
 def scale_of(maps: Iterable[HeatMap]) -> tuple[float, float]:
     """Ends of the colour scale that serves several heat maps: multiples of 5 %, at least 20 % apart."""
-    shares = [cell.share for found in maps for cells in found.rows.values() for cell in cells if cell is not None]
+    shares = [cell.share for heat_map in maps for cells in heat_map.rows.values() for cell in cells if cell is not None]
     low, high = math.floor(min(shares, default=0) * 20), math.ceil(max(shares, default=1) * 20)
     while high - low < 4:
         low, high = max(0, low - 1), min(20, high + 1)
     return low / 20, high / 20
 
 
-def means_by_block(found: HeatMap) -> dict[int, float]:
+def means_by_block(heat_map: HeatMap) -> dict[int, float]:
     """Block -> share over all its weights; without what lies in no block."""
-    return {int(block): cells[-1].share for block, cells in found.rows.items() if block != "-"}
+    return {int(block): cells[-1].share for block, cells in heat_map.rows.items() if block != "-"}
 
 
 def rows_in_words(counts: Sequence[int]) -> str:
@@ -329,10 +329,10 @@ def settings_rows(runs: Sequence[Run]) -> list[dict]:
     return rows
 
 
-def grouped(told: Iterable[tuple[str, Run]]) -> dict[str, list[Run]]:
-    """A text -> the runs of which it is true, once each."""
+def grouped(pairs: Iterable[tuple[str, Run]]) -> dict[str, list[Run]]:
+    """A text -> the runs that it belongs to, once each."""
     groups: dict[str, list[Run]] = defaultdict(list)
-    for text, run in told:
+    for text, run in pairs:
         if run not in groups[text]:
             groups[text].append(run)
     return dict(groups)
