@@ -32,7 +32,7 @@ WHEEL_LIBRARIES := $(shell command -v nvcc >/dev/null && echo all || echo cpu)
 .PHONY: help demo test test-gpu lint bench matrix wheels clean
 
 help:
-	@echo "make demo      prune SmolLM2-135M by four methods and compare them in a table"
+	@echo "make demo      prune SmolLM2-135M in four ways and compare them in a table"
 	@echo "make test      run the tests"
 	@echo "make test-gpu  run the tests on a machine with a GPU, and write what they gave to docs/reliability.md"
 	@echo "make lint      check the style, and which module imports which"

@@ -35,9 +35,7 @@ class Markdown(argparse.HelpFormatter):
             self.lines += ["", text]
 
     def add_usage(self, usage, actions, groups, prefix=None) -> None:
-        required = [name(action) for action in actions if action.required]
-        optional = ["[options]"] if [action for action in shown(actions) if not action.required] else []
-        self.lines += ["", f"`{' '.join([self.command, *required, *optional])}`"]
+        self.lines += ["", f"`{usage % {'prog': self.command}}`"]
 
     def start_section(self, heading) -> None:
         self.heading = "arguments" if heading == "positional arguments" else heading

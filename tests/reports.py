@@ -17,14 +17,18 @@ SEARCH = {
 ENERGY = {"gross_joules": 5000.0, "net_joules": 4000.0, "flag": None}
 
 
-def domain(source: str, **changes) -> dict:
+PROTOCOL = {
+    "source": "text.txt", "seqlen": 64, "windows": 3, "tokens_sha256": "ab" * 32, "bos": True, "tokenizer": "tiny",
+}  # fmt: skip
+
+
+def domain(source: str, dense=2.0, wanda=2.5, pruned=2.25, **changes) -> dict:
     facts = {"source": source, "calibrated": False, "unread": True, "windows": 8}
-    return facts | {"dense": 2.0, "wanda": 2.5, "pruned": 2.25} | changes
+    return facts | {"dense": dense, "wanda": wanda, "pruned": pruned} | changes
 
 
 def perplexity(source: str, dense=20.0, pruned=30.0, **changes) -> dict:
-    protocol = {"seqlen": 64, "windows": 3, "tokens_sha256": "ab" * 32, "bos": True, "tokenizer": "tiny"}
-    return {"source": source, "dense": dense, "pruned": pruned, **protocol, **changes}
+    return PROTOCOL | {"source": source, "dense": dense, "pruned": pruned} | changes
 
 
 def matrices(blocks: int = 4) -> list[MatrixRow]:
@@ -34,6 +38,47 @@ def matrices(blocks: int = 4) -> list[MatrixRow]:
         for b in range(blocks)
         for k, kind in enumerate(KINDS)
     ]
+
+
+def make_report(**changes) -> Report:
+    """A small record of Wanda, as a CPU measured it."""
+    facts = dict(
+        config={"method": "wanda", "allocation": "uniform", "sparsity": 0.5},
+        matrices=[
+            MatrixRow("a", (4, 10), asked=20, kept=20, kept_zero=2, wanda_disagreement=0.25),
+            MatrixRow("b", (2, 10), asked=15, kept=15, kept_zero=0),
+            MatrixRow("head", (5, 10), asked=50, kept=50, kept_zero=1, skipped="tied"),
+        ],
+        block_parameters=150,
+        model_parameters=200,
+        model_zeros=30,
+        perplexity=[{"dense": 20.5, "pruned": 35.25, **PROTOCOL}],
+        seconds={"calibrate": 1.5, "prune": 2.0},
+        peak_memory_bytes=2**30,
+        energy="not measured: device is cpu",
+        energy_details={"total": "not measured: device is cpu", "phases": {}},
+        versions={"torch": "2"},
+        tokens_sha256="cd" * 32,
+        bos=True,
+        warnings=["nsamples is small"],
+        omega_floored_rows=7,
+        domains=[],
+        passes={"micro_batch": 2, "compiled": False, "checkpointing": False, "compile_seconds": 0.0},
+        row_histogram=[0, 6, *[0] * (ROW_BINS - 2)],
+    )
+    return Report(**{**facts, **changes})
+
+
+def compared() -> Report:
+    """make_report() with a comparison on three domains."""
+    return make_report(
+        domains=[
+            domain("c4", calibrated=True),
+            domain("tokens", calibrated=True, unread=False),
+            domain("code", 0.5, None, 1.125, windows=6),
+        ],
+        refit={"blocks": 4, "kept": 3},
+    )
 
 
 def record(**changes) -> Report:

@@ -17,7 +17,8 @@ from fwanda_pruner import PruneConfig, Statistics, UserError
 from fwanda_pruner.cli import main
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.run import stage
-from fwanda_pruner.run.stage import StageName, Stages
+from fwanda_pruner.run.stage import Stages
+from fwanda_pruner.stage_names import StageName
 from fwanda_pruner.text.domains import spread_evenly
 
 TOKENS = tiny.tokens(9, 24)

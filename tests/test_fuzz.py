@@ -14,9 +14,9 @@ import pytest
 import tiny
 import torch
 import yaml
+from reports import compared
 from safetensors.torch import save_file
 from test_gguf import write_tiny_gguf
-from test_report import compared
 from transformers import AutoConfig
 
 from fwanda_pruner import PruneConfig, Report, Statistics, UserError, prune

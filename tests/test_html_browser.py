@@ -70,7 +70,7 @@ def test_the_page_shows_its_numbers_asks_for_nothing_and_has_no_errors(browser, 
     show(browser, pages[name])
     text = browser.find_element("tag name", "body").text
     assert "F-Wanda (auto) set" in text
-    for expected in ("1.50", "+0.250", "search for masks", "20.5", "round 2", "nsamples is small"):
+    for expected in ("1.50", "+0.250", "choose the allocation", "20.5", "round 2", "nsamples is small"):
         assert expected in text
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]

@@ -150,5 +150,5 @@ def test_a_failed_upload_leaves_the_folder_and_says_how_to_upload_it_later(hub, 
     assert f"hf upload me/model {tmp_path / 'out'}" in line
     hub.refuse, before = (), (tmp_path / "out" / "model.safetensors").read_bytes()
     assert main([*command, "--resume"]) == 0  # uploads what is there
-    assert hub.files["model.safetensors"] == before
+    assert hub.files["model.safetensors"] == before and f"uploaded    {hub.url}/me/model" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "out")

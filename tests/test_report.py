@@ -3,55 +3,13 @@
 import json
 
 import pytest
+from reports import PROTOCOL, compared, domain, make_report
 
 from fwanda_pruner.errors import UserError
-from fwanda_pruner.report.record import ROW_BINS, MatrixRow, Report, versions
+from fwanda_pruner.report.record import MatrixRow, Report, versions
 from fwanda_pruner.report.summary import next_commands, summary, table
 
-PROTOCOL = {
-    "source": "text.txt",
-    "seqlen": 64,
-    "windows": 3,
-    "tokens_sha256": "ab" * 32,
-    "bos": True,
-    "tokenizer": "tiny",
-}
-
-
 OPTIONAL = {"sparsity", "coverage", "row_histogram", "refit", "backends"}  # derived, or younger than the first records
-
-
-def domain(source: str, dense=2.0, wanda=2.5, pruned=2.25, **changes) -> dict:
-    facts = {"source": source, "calibrated": False, "unread": True, "windows": 8}
-    return facts | {"dense": dense, "wanda": wanda, "pruned": pruned} | changes
-
-
-def make_report(**changes) -> Report:
-    facts = dict(
-        config={"method": "wanda", "allocation": "uniform", "sparsity": 0.5},
-        matrices=[
-            MatrixRow("a", (4, 10), asked=20, kept=20, kept_zero=2, wanda_disagreement=0.25),
-            MatrixRow("b", (2, 10), asked=15, kept=15, kept_zero=0),
-            MatrixRow("head", (5, 10), asked=50, kept=50, kept_zero=1, skipped="tied"),
-        ],
-        block_parameters=150,
-        model_parameters=200,
-        model_zeros=30,
-        perplexity=[{"dense": 20.5, "pruned": 35.25, **PROTOCOL}],
-        seconds={"calibrate": 1.5, "prune": 2.0},
-        peak_memory_bytes=2**30,
-        energy="not measured: device is cpu",
-        energy_details={"total": "not measured: device is cpu", "phases": {}},
-        versions={"torch": "2"},
-        tokens_sha256="cd" * 32,
-        bos=True,
-        warnings=["nsamples is small"],
-        omega_floored_rows=7,
-        domains=[],
-        passes={"micro_batch": 2, "compiled": False, "checkpointing": False, "compile_seconds": 0.0},
-        row_histogram=[0, 6, *[0] * (ROW_BINS - 2)],
-    )
-    return Report(**{**facts, **changes})
 
 
 @pytest.mark.fault("denominators")
@@ -266,17 +224,6 @@ def test_each_text_has_a_column_of_the_table_and_a_line_of_the_summary():
 def test_reports_with_other_texts_stand_in_another_table():
     blocks = table([("one", make_report()), ("two", two_texts())]).split("\n\n")
     assert ["one" in block for block in blocks] == [True, False] and len(blocks) == 2
-
-
-def compared() -> Report:
-    return make_report(
-        domains=[
-            domain("c4", calibrated=True),
-            domain("tokens", calibrated=True, unread=False),
-            domain("code", 0.5, None, 1.125, windows=6),
-        ],
-        refit={"blocks": 4, "kept": 3},
-    )
 
 
 def test_each_domain_has_a_line_of_the_summary():

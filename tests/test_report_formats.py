@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from test_report import PROTOCOL, domain, make_report
+from reports import PROTOCOL, domain, make_report
 
 from fwanda_pruner.cli import main
 
@@ -70,7 +70,7 @@ def test_table_is_the_default(runs, capsys):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--format", "cvs"], "--format must be one of table, csv, json, got cvs; did you mean csv?"),
+        (["--format", "cvs"], "--format must be one of table, csv, json, got 'cvs'; did you mean csv?"),
         (["--format", "csv", "--html", "a.html"], "give only one of them"),
         (["--html", "nowhere/a.html"], "--html must be a .html file in an existing, writable folder"),
         (["--html", "fwanda.json"], "--html must be a .html file"),

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fwanda_pruner.notes import recording, warn
-from fwanda_pruner.run.stage import Codec, StageName, Stages
+from fwanda_pruner.run.stage import Codec, Stages
 from fwanda_pruner.run.state import RunState
+from fwanda_pruner.stage_names import StageName
 
 CPU = torch.device("cpu")
 SCALED = Codec(lambda x: ({"x": x}, {"by": 2}), lambda tensors, values: tensors["x"] * values["by"])

@@ -15,7 +15,8 @@ from fwanda_pruner.measure.statistics import Statistics, measure_statistics
 from fwanda_pruner.measure.sums import HessianSums, SignedStatisticsSums, StatisticsSums, TokenSqGradSums
 from fwanda_pruner.measure.token_weights import measure_token_sq_grads
 from fwanda_pruner.run import stage
-from fwanda_pruner.run.stage import StageName, Stages
+from fwanda_pruner.run.stage import Stages
+from fwanda_pruner.stage_names import StageName
 
 TOKENS = tiny.tokens(7, 24)
 CASES = {

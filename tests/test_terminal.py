@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from helpers_cli import arguments, fwanda, make_folder
-from test_report import make_report
+from reports import make_report
 
 from fwanda_pruner.cli import main
 from fwanda_pruner.terminal import say, styled

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fwanda_pruner
 from fwanda_pruner import PruneConfig
 from fwanda_pruner.run.energy import EnergyMeter
-from fwanda_pruner.run.stage import StageName, pruning_seconds
+from fwanda_pruner.stage_names import StageName, pruning_seconds
 
 from . import naive
 from .machine import synchronize

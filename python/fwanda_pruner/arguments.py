@@ -103,7 +103,9 @@ def _add_prune(commands) -> None:
         help="delete what DIR holds and what an interrupted run has finished, and write the result there",
     )
     output.add_argument(
-        "--dry-run", action="store_true", help="list every matrix and how much of it would go, and write nothing"
+        "--dry-run",
+        action="store_true",
+        help="list every matrix and how many of its weights would be removed, and write nothing",
     )
     output.add_argument(
         "--json", action="store_true", help="print the record, fwanda.json, and nothing else on standard output"
@@ -111,8 +113,8 @@ def _add_prune(commands) -> None:
     output.add_argument(
         "--push-to-hub",
         metavar="ID",
-        help="also upload DIR to the Hugging Face Hub, as NAME or USER/NAME. A new repository is private. The token is "
-        "that of `hf auth login` or of HF_TOKEN",
+        help="also upload DIR to the Hugging Face Hub, as NAME or OWNER/NAME. A new repository is private. The token "
+        "comes from `hf auth login` or HF_TOKEN",
     )
 
 
@@ -196,13 +198,13 @@ def _add_report(commands) -> None:
 
 
 def _add_demo(commands) -> None:
-    parser = _command(commands, "demo", demo, "prune SmolLM2-135M by four methods and compare them", "")
+    parser = _command(commands, "demo", demo, "prune SmolLM2-135M in four ways and compare them", "")
     parser.add_argument(
         "--output",
         metavar="DIR",
         help="folder for the best model (default: smollm2-pruned, or smollm2-pruned-quick with --quick)",
     )
-    parser.add_argument("--quick", action="store_true", help="use less text and two methods, to see that all runs")
+    parser.add_argument("--quick", action="store_true", help="use less text and two of the ways, to see that all runs")
 
 
 def _add_doctor(commands) -> None:

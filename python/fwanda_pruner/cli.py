@@ -29,9 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     With FWANDA_TRACEBACK=1, an error that fwanda does not expect shows its traceback.
     """
     _take_any_text()
-    warnings.showwarning = lambda message, *_args, **_kwargs: say(
-        f"{styled('warning', 'yellow', sys.stderr)}: {' '.join(str(message).split())}"
-    )
+    warnings.showwarning = lambda message, *_args, **_kwargs: _warn(" ".join(str(message).split()))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; a failure is one line of ours
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
@@ -77,8 +75,12 @@ def _print(result: Result) -> int:
         reason = f"standard output cannot be written ({getattr(error, 'strerror', None) or error})"
         if result.saved is None:
             raise UserError(f"{reason}; send it to another file or program") from error
-        say(f"{styled('warning', 'yellow', sys.stderr)}: {reason}; {result.saved} is complete")
+        _warn(f"{reason}; {result.saved} is complete")
         return 0
+
+
+def _warn(message: str) -> None:
+    say(f"{styled('warning', 'yellow', sys.stderr)}: {message}")
 
 
 def _explained(error: Exception) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from .config import PruneConfig
 from .errors import UserError, did_you_mean, show
 from .progress import begin_stage, planned
 from .source_shares import parse_sources
+from .stage_names import StageName
 from .terminal import say, styled
 
 
@@ -49,7 +50,7 @@ def _config(args: argparse.Namespace) -> PruneConfig:
 
 def _load(args: argparse.Namespace, config: PruneConfig):
     """The model and tokenizer of a command."""
-    begin_stage("load the model")
+    begin_stage(StageName.LOAD.title)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     from .model.load import load_model
@@ -85,10 +86,8 @@ def prune(args: argparse.Namespace) -> Result:
     if args.statistics:
         check_uses_statistics(resolved)
     if _is_finished(args, config):
-        _upload(args)
-        return _result_of(
-            args, f"finished    {args.output} holds the result of this command, with the zeros of its report"
-        )
+        finished = f"finished    {args.output} holds the result of this command, and its zeros are those of its report"
+        return _result_of(args, "\n".join([finished, *_upload(args)]))
     if not args.dry_run:
         inputs = (
             args.model,
@@ -142,10 +141,10 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
     from .formats.files import check_output
     from .report.summary import next_commands, summary
     from .run import pipeline
-    from .run.plan import stage_titles
     from .run.save import save_pruned
-    from .run.stage import StageName, timed
+    from .run.stage import timed
     from .run.state import RunState
+    from .run.titles import stage_titles
 
     titles = stage_titles(config, statistics, saves=True) + ["upload"] * bool(args.push_to_hub)
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
@@ -234,7 +233,7 @@ def calibrate(args: argparse.Namespace) -> Result:
     from .formats.files import check_file
     from .measure.statistics import Statistics
     from .run.pipeline import collect
-    from .run.plan import calibration_titles
+    from .run.titles import calibration_titles
 
     output = check_file(args.output, ".safetensors")
     if output.exists():
@@ -256,7 +255,6 @@ def sample(args: argparse.Namespace) -> Result:
     """Lets a model write text and saves it."""
     config = _config(args)
     from .run.sample import check_sample_file, write_sample
-    from .run.stage import StageName
     from .run.state import RunState
 
     check_sample_file(args.output)
@@ -294,7 +292,7 @@ def evaluate(args: argparse.Namespace) -> Result:
     from .run.pipeline import evaluate_model
 
     config = replace(config, bos=_recorded_bos(args.model, config))
-    with planned(["load the model", "perplexity and zeros", *(["tasks"] if tasks else [])]):
+    with planned([StageName.LOAD.title, "perplexity and zeros", *(["tasks"] if tasks else [])]):
         model, tokenizer = _load(args, config)
         begin_stage("perplexity and zeros")
         result = evaluate_model(model, tokenizer, config=config)
@@ -366,18 +364,14 @@ def report(args: argparse.Namespace) -> Result:
     reports = {path: Report.load(path) for path in args.reports}
     if not args.html:
         return Result(forms[args.format or "table"](reports))
-    from .formats.files import check_file, user_errors
-
-    path = check_file(args.html, ".html", flag="--html")
     from .report.html import write_html
 
-    with user_errors(path.resolve()):
-        write_html(reports, path)
-    return Result(f"saved       {path}", saved=str(path))
+    write_html(reports, args.html)
+    return Result(f"saved       {args.html}", saved=args.html)
 
 
 def demo(args: argparse.Namespace) -> Result:
-    """Prunes a small model by several methods and prints a table."""
+    """Prunes a small model in several ways and prints a table."""
     from .demo import run
 
     run(Path(args.output) if args.output else None, quick=args.quick)

@@ -1,9 +1,10 @@
-"""`fwanda demo`: prune SmolLM2-135M by four methods at 50 %, on text that comes with Python, and compare them."""
+"""`fwanda demo`: prunes SmolLM2-135M to 50 % in four ways, on text that comes with Python, and compares them."""
 
 from __future__ import annotations
 
 import platform
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +18,13 @@ from .evaluate.perplexity import perplexity
 from .formats.files import check_output
 from .measure.statistics import Statistics
 from .model.load import load_model, quiet
+from .progress import begin_stage, planned
 from .report.record import FILE_NAME, Report
 from .run.pipeline import collect, prune
 from .run.save import save_pruned
-from .run.stage import StageName, pruning_seconds, timed
+from .run.stage import timed
 from .run.texts import protocol
+from .stage_names import StageName, pruning_seconds
 from .text.sources import SAMPLE
 from .text.windows import evaluation_tokens
 
@@ -78,24 +81,13 @@ class _Row:
     sentence: str
 
 
-class _Steps:
-    """Prints each step before it begins, with its number."""
-
-    def __init__(self, total: int):
-        self._total, self._done = total, 0
-
-    def __call__(self, what: str) -> None:
-        self._done += 1
-        print(f"step {self._done} of {self._total}: {what}", flush=True)
-
-
 def run(output: Path | None = None, *, quick: bool = False) -> None:
-    """Prune by several methods, print a table, and save the best model.
+    """Prunes by several methods and allocations, prints a table, and saves the best model.
 
     Args:
         output: folder for the best model; that of an earlier demo of the same size is replaced. None: `smollm2-pruned`
             in the current folder, and `smollm2-pruned-quick` for a quick demo.
-        quick: use less text and two methods.
+        quick: use less text, and only two of the four runs.
 
     Raises:
         UserError: smollm2 is not installed, or output cannot be written.
@@ -104,18 +96,24 @@ def run(output: Path | None = None, *, quick: bool = False) -> None:
     output = output or Path(QUICK_OUTPUT if quick else OUTPUT)
     overwrite = _is_same_demo(output, size)
     check_output(output, overwrite=overwrite)
-    step = _Steps(3 + len(runs))
-    shared = _prepare(size, step)
-    rows, best = [], None
-    with tempfile.TemporaryDirectory(prefix=".demo-", dir=output.resolve().parent) as scratch:
-        for method, allocation in runs:
-            step(f"prune by {method} {allocation}, and measure the result")
-            row = _pruned(shared, method, allocation)
-            # counts the zeros in the files
-            save_pruned(shared.model, shared.tokenizer, row.report, Path(scratch, f"{method}-{allocation}"))
-            rows.append(row)
-            if best is None or row.pruned < best[0].pruned:
-                best = row, _copy(shared.model)
+    prepares = [
+        "load SmolLM2-135M (the first time takes longer: a converted copy is kept)",
+        f"calibrate {_FISHER_METHOD} on {size.nsamples} x {size.seqlen} tokens: a forward and a backward pass",
+        "measure the dense model",
+    ]
+    prunes = [f"prune by {method} {allocation}, and measure the result" for method, allocation in runs]
+    with planned([*prepares, *prunes]):
+        shared = _prepare(size, prepares)
+        rows, best = [], None
+        with tempfile.TemporaryDirectory(prefix=".demo-", dir=output.resolve().parent) as scratch:
+            for title, (method, allocation) in zip(prunes, runs, strict=True):
+                begin_stage(title)
+                row = _pruned(shared, method, allocation)
+                # counts the zeros in the files
+                save_pruned(shared.model, shared.tokenizer, row.report, Path(scratch, f"{method}-{allocation}"))
+                rows.append(row)
+                if best is None or row.pruned < best[0].pruned:
+                    best = row, _copy(shared.model)
     row, weights = best
     shared.model.load_state_dict(weights)
     save_pruned(shared.model, shared.tokenizer, row.report, output, overwrite=overwrite)
@@ -141,14 +139,15 @@ def _is_same_demo(output: Path, size: _Size) -> bool:
     raise UserError(f"{output} exists and is not of this demo; choose another --output")
 
 
-def _prepare(size: _Size, step: _Steps) -> _Shared:
-    """Load the model, measure its dense perplexity, and calibrate it."""
-    step("load SmolLM2-135M (the first time takes longer: a converted copy is kept)")
+def _prepare(size: _Size, titles: Sequence[str]) -> _Shared:
+    """Load the model, calibrate it, and measure its dense perplexity: three stages with these titles."""
+    load, calibrate, measure = titles
+    begin_stage(load)
     model, tokenizer = load_model("smollm2", device="cpu")
-    step(f"calibrate {_FISHER_METHOD} on {size.nsamples} x {size.seqlen} tokens: a forward and a backward pass")
+    begin_stage(calibrate)
     with timed(seconds := {}, StageName.CALIBRATE):
         statistics = collect(model, tokenizer, config=PruneConfig(nsamples=size.nsamples, seqlen=size.seqlen))
-    step("measure the dense model")
+    begin_stage(measure)
     held_out = evaluation_tokens(SAMPLE, tokenizer, seqlen=size.seqlen, bos=statistics.bos, windows=size.windows)
     dense = perplexity(model, held_out, label="dense perplexity")
     sentence = _sentence(model, tokenizer)

@@ -10,6 +10,7 @@ class Method:
     """Properties of a pruning method.
 
     Attributes:
+        title: its name in the literature.
         allocations: the allocations that the method accepts; the first is its default.
         order: its default order.
         scores_inputs: it ranks weights by |W| times the norm of their input column, so it needs x2. Then `uniform` also
@@ -20,6 +21,7 @@ class Method:
             pattern, where that factor cancels, it weighs tokens instead.
     """
 
+    title: str
     allocations: tuple[str, ...]
     order: str
     scores_inputs: bool = False
@@ -51,11 +53,15 @@ ALLOCATIONS = {
     "auto": Allocation(reads_fisher=True, responds=True),
 }
 METHODS = {
-    "magnitude": Method(("layer",), "onepass"),
-    "wanda": Method(("uniform",), "onepass", scores_inputs=True),
-    "fwanda": Method(("global", "row", "uniform", "response", "auto"), "onepass", scores_inputs=True),
-    "sparsegpt": Method(("uniform",), "sequential", updates_weights=True),
+    "magnitude": Method("Magnitude pruning", ("layer",), "onepass"),
+    "wanda": Method("Wanda", ("uniform",), "onepass", scores_inputs=True),
+    "fwanda": Method("F-Wanda", ("global", "row", "uniform", "response", "auto"), "onepass", scores_inputs=True),
+    "sparsegpt": Method("SparseGPT", ("uniform",), "sequential", updates_weights=True),
     "fsparsegpt": Method(
-        ("uniform", "row", "global", "response", "auto"), "sequential", updates_weights=True, weighs_rows=True
+        "F-SparseGPT",
+        ("uniform", "row", "global", "response", "auto"),
+        "sequential",
+        updates_weights=True,
+        weighs_rows=True,
     ),
 }

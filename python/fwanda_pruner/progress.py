@@ -18,6 +18,8 @@ LINE_SECONDS = 30  # between two lines of progress where there is no terminal
 
 
 class _Plan:
+    """The titles of all stages, the position of the current one (-1 before the first), and when the plan began."""
+
     def __init__(self, titles: Sequence[str]):
         self.titles, self.position, self.start = list(titles), -1, time.monotonic()
 
@@ -28,7 +30,7 @@ _last_line = 0.0  # when a line was written, on the monotonic clock
 
 @contextmanager
 def planned(titles: Sequence[str]) -> Iterator[None]:
-    """Inside the block, begin_stage() announces these stages. A plan around this block stays in force instead.
+    """Inside the block, begin_stage() announces these stages. If a block around this one has a plan, that plan stays.
 
     Args:
         titles: of the stages, in order.
@@ -44,11 +46,11 @@ def begin_stage(title: str, *, kept: bool = False) -> None:
     """Writes a line such as "[1:20] stage 3 of 7: calibrate"; nothing if no plan has the stage.
 
     Args:
-        title: of the stage. A stage that goes on is not announced again.
-        kept: an interrupted run has already finished it.
+        title: of the stage. The current stage is not announced again.
+        kept: whether an interrupted run has already finished it.
     """
     plan = _plan.get()
-    if plan is None or title in plan.titles[max(plan.position, 0) : plan.position + 1]:
+    if plan is None or (plan.position >= 0 and title == plan.titles[plan.position]):
         return
     later = plan.titles[plan.position + 1 :]
     if title not in later:
@@ -70,7 +72,7 @@ def progress_bar(
 
     Args:
         iterable: yields the items one by one; None: call update().
-        label: what is done; None shows nothing.
+        label: the name of the work; None shows nothing.
         unit: what is counted, in the plural.
         total: number of items; None: as many as the iterable has.
         initial: number of items that are done already.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 
-from ..errors import UserError, shortened
-from ..source_shares import parse_sources
-from .page import METHODS, Run, measured_on, perplexity, runs_of
+from ..errors import shortened
+from ..methods_table import METHODS
+from .page import Run, measured_on, method_title, perplexity, runs_of
 from .record import FILE_NAME, Report
 
 _DATASETS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}  # names of texts -> data sets of the Hub
@@ -39,7 +39,7 @@ def model_card(report: Report, *, multimodal: bool = False) -> str:
     name, auto_class = _public(run.model), _CLASSES[task]
     parts = [
         f"---\n{_metadata(run, task).to_yaml()}\n---",
-        f"# {_escaped(name)}, pruned by {_escaped(METHODS.get(report.config.get('method'), 'fwanda'))}",
+        f"# {_escaped(name)}, pruned by {_escaped(method_title(report.config.get('method')) or 'fwanda')}",
         _escaped(run.sentence_of(name, _public)),
         f"## What was done\n\n{_table(('', ''), _facts(run))}",
         *_quality(report),
@@ -52,7 +52,7 @@ def model_card(report: Report, *, multimodal: bool = False) -> str:
 def _metadata(run: Run, task: str) -> ModelCardData:
     config = run.report.config
     source = _source_facts(run.model)
-    names = [source.name for source in _calibration(config)]
+    names = [source.name for source in run.report.sources]
     method = config.get("method")
     return ModelCardData(
         **source,
@@ -111,13 +111,13 @@ def _source(model: str) -> tuple[Path | None, str | None]:
 def _facts(run: Run) -> list[tuple[str, str]]:
     """What was done, as rows of a table."""
     config, sparsity = run.report.config, run.report.sparsity
-    calibration = ", ".join(_public(source.name) for source in _calibration(config))
+    calibration = ", ".join(_public(source.name) for source in run.report.sources)
     windows = (
         f" ({config['nsamples']} windows of {config['seqlen']} tokens)" if {"nsamples", "seqlen"} <= {*config} else ""
     )
     rows = {
         "base model": _public(run.model),
-        "method": METHODS.get(config.get("method"), config.get("method")),
+        "method": method_title(config.get("method")),
         "allocation": config.get("allocation"),
         "chosen by the search": run.search.chosen if run.search else None,
         "pattern": config.get("pattern"),
@@ -156,18 +156,6 @@ def _quality(report: Report) -> list[str]:
 
 def _loss(loss: float | None) -> str:
     return "not finite" if loss is None else f"{loss:.3f}"
-
-
-def _calibration(config: dict) -> tuple:
-    """The sources of the calibration; none where the settings do not name them."""
-    names = config.get("calibration")
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        return ()
-    try:
-        return parse_sources(tuple(names))
-    except UserError:
-        return ()
 
 
 def _public(name: str) -> str:

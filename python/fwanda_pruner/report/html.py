@@ -5,8 +5,8 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
-from ..errors import UserError, one_line, shortened, show
-from ..formats.files import atomic_file
+from ..errors import UserError, install_hint, shortened
+from ..formats.files import atomic_file, check_file
 from . import page
 from .record import Report
 from .summary import skipped_lines
@@ -15,7 +15,6 @@ _TEMPLATE = "page.html.j2"
 _SHADES = 48  # colours of a heat map
 _DRAWN = 8  # runs in one chart
 _BIDI = ("LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
-_SUFFIXES = (".html", ".htm")
 
 
 def write_html(reports: dict[str, Report], path: str | Path) -> None:
@@ -31,7 +30,7 @@ def write_html(reports: dict[str, Report], path: str | Path) -> None:
     Raises:
         UserError: jinja2 or matplotlib is missing, there is no report, or the file cannot be written.
     """
-    path = _checked(path)
+    path = check_file(path, ".html", flag="--html")
     if not reports:
         raise UserError("the HTML report needs at least one record of a run, got none; name a folder of fwanda prune")
     text = render(reports)
@@ -46,9 +45,7 @@ def render(reports: dict[str, Report]) -> str:
 
         from .charts import Charts, shades
     except ImportError as error:
-        raise UserError(
-            f"the HTML report needs jinja2 and matplotlib ({error}): pip install jinja2 matplotlib"
-        ) from error
+        raise UserError(f"the HTML report needs jinja2 and matplotlib ({error}); {install_hint('report')}") from error
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -73,32 +70,17 @@ def _hides(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _BIDI
 
 
-def _checked(path: str | Path) -> Path:
-    """The path, if a page can be written there."""
-    path = Path(path)
-    try:
-        is_file, has_folder = not path.is_dir(), path.absolute().parent.is_dir()
-    except (OSError, ValueError) as error:
-        name = shortened(str(path))
-        raise UserError(f"the HTML report cannot be named {name} ({one_line(error, 60)}); choose another") from error
-    if path.suffix.lower() not in _SUFFIXES or not is_file:
-        raise UserError(f"the HTML report must be a file that ends in .html, got {show(str(path))}")
-    if not has_folder:
-        raise UserError(f"the HTML report {show(str(path))}: its folder does not exist; make it first")
-    return path
-
-
 def _values(reports: dict[str, Report], charts) -> dict:
     """The variables of the template."""
     runs = page.runs_of(reports)
-    maps = {run.number: page.sparsity_map(run) for run in runs if run.pruned}
-    unlike = {run.number: found for run in runs if (found := page.disagreement_map(run)) is not None}
+    sparsities = {run.number: page.sparsity_map(run) for run in runs if run.pruned}
+    disagreements = {run.number: heat_map for run in runs if (heat_map := page.disagreement_map(run)) is not None}
     return {
         "runs": runs,
         "perplexities": page.perplexity_groups(runs),
         "domains": page.domain_groups(runs),
-        "sparsity": {"maps": maps, "scale": page.scale_of(maps.values())},
-        "disagreement": _disagreement(unlike, charts),
+        "sparsity": {"maps": sparsities, "scale": page.scale_of(sparsities.values())},
+        "disagreement": _disagreement(disagreements, charts),
         "histograms": [_histogram(run, charts) for run in runs if sum(run.report.row_histogram or ())],
         "searches": [
             {"run": run, "svg": charts.search(run.search, _search_alt(run))} for run in runs if run.search is not None
@@ -114,16 +96,16 @@ def _values(reports: dict[str, Report], charts) -> dict:
 
 
 def _histogram(run: page.Run, charts) -> dict:
-    told = page.rows_in_words(run.report.row_histogram)
-    svg = charts.histogram(run.report.row_histogram, run.kept, run.number, f"Histogram of run {run.number}. {told}")
-    return {"run": run, "told": told, "svg": svg}
+    caption = page.rows_in_words(run.report.row_histogram)
+    svg = charts.histogram(run.report.row_histogram, run.kept, run.number, f"Histogram of run {run.number}. {caption}")
+    return {"run": run, "caption": caption, "svg": svg}
 
 
 def _disagreement(maps: dict[int, page.HeatMap], charts) -> dict | None:
     """The lines over the blocks, and the heat maps that say the same in numbers."""
     if not maps:
         return None
-    lines = {number: page.means_by_block(found) for number, found in maps.items()}
+    lines = {number: page.means_by_block(heat_map) for number, heat_map in maps.items()}
     lines = {number: values for number, values in lines.items() if values}
     drawn = dict(list(lines.items())[:_DRAWN])
     means = ", ".join(
@@ -137,8 +119,8 @@ def _disagreement(maps: dict[int, page.HeatMap], charts) -> dict | None:
 
 def _search_alt(run: page.Run) -> str:
     means = run.search.means
-    told = [f"{shortened(name)} {mean:.3f}" for name, mean in means.items() if mean is not None]
+    increases = [f"{shortened(name)} {mean:.3f}" for name, mean in means.items() if mean is not None]
     return (
         f"Dot plot of run {run.number}: mean increase of the loss in nats by the masks that were tried. "
-        f"{', '.join(told[:40])}. Chosen: {shortened(run.search.chosen)}."
+        f"{', '.join(increases[:40])}. Chosen: {shortened(run.search.chosen)}."
     )

@@ -6,32 +6,15 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..methods_table import METHODS
+from ..stage_names import StageName
 from .record import MatrixRow, Report
 from .summary import protocol_line
 
-METHODS = {
-    "magnitude": "Magnitude pruning",
-    "wanda": "Wanda",
-    "sparsegpt": "SparseGPT",
-    "fwanda": "F-Wanda",
-    "fsparsegpt": "F-SparseGPT",
-}
-STAGES = {
-    "load": "load the model",
-    "sample": "let the model write text",
-    "text": "read text",
-    "eval_dense": "perplexity before",
-    "calibrate": "calibrate",
-    "choose": "search for masks",
-    "budgets": "budgets of rows",
-    "check": "compare on domains",
-    "prune": "prune",
-    "eval_pruned": "perplexity after",
-    "save": "save and count zeros",
-}
+_TITLES = {name.value: name.title for name in StageName}  # of stages
 _LONGEST = 120  # blocks, and kinds of matrix, of one heat map; larger ones say what they leave out
 _KINDS = 24
 _SPIKE = 3.0  # times the range of the other values: farther ones are drawn at the edge of a chart
@@ -51,13 +34,13 @@ class Run:
     number: int
     label: str
     report: Report
-    search: Search | None = field(default=None)
+    search: Search | None = None
 
     @property
     def method(self) -> str:
         """Method, allocation and pattern in words."""
         config = self.report.config
-        name = METHODS.get(config.get("method"), config.get("method") or "Pruning")
+        name = method_title(config.get("method")) or "Pruning"
         details = [config[key] for key in ("allocation", "pattern") if config.get(key)]
         return f"{name} ({', '.join(details)})" if details else name
 
@@ -153,6 +136,11 @@ def runs_of(reports: dict[str, Report]) -> list[Run]:
     ]
 
 
+def method_title(name: str | None) -> str | None:
+    """The title of a method by its name; the name itself where it is of another version."""
+    return METHODS[name].title if name in METHODS else name
+
+
 def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
@@ -228,16 +216,16 @@ def _cell(rows: Sequence[tuple[MatrixRow, float]]) -> Cell | None:
 
 def scale_of(maps: Iterable[HeatMap]) -> tuple[float, float]:
     """Ends of the colour scale that serves several heat maps: multiples of 5 %, at least 20 % apart."""
-    shares = [cell.share for found in maps for cells in found.rows.values() for cell in cells if cell is not None]
+    shares = [cell.share for heat_map in maps for cells in heat_map.rows.values() for cell in cells if cell is not None]
     low, high = math.floor(min(shares, default=0) * 20), math.ceil(max(shares, default=1) * 20)
     while high - low < 4:
         low, high = max(0, low - 1), min(20, high + 1)
     return low / 20, high / 20
 
 
-def means_by_block(found: HeatMap) -> dict[int, float]:
+def means_by_block(heat_map: HeatMap) -> dict[int, float]:
     """Block -> share over all its weights; without what lies in no block."""
-    return {int(block): cells[-1].share for block, cells in found.rows.items() if block != "-"}
+    return {int(block): cells[-1].share for block, cells in heat_map.rows.items() if block != "-"}
 
 
 def rows_in_words(counts: Sequence[int]) -> str:
@@ -273,10 +261,10 @@ def _search(chosen: dict | None) -> Search | None:
 def stage_rows(runs: Sequence[Run]) -> list[dict]:
     """A row for each stage: its name in words, and for each run its seconds and joules, None where it has none."""
     found = dict.fromkeys(name for run in runs for name in run.report.seconds)
-    names = [*(name for name in STAGES if name in found), *(name for name in found if name not in STAGES)]
+    names = [*(name for name in _TITLES if name in found), *(name for name in found if name not in _TITLES)]
     return [
         {
-            "name": STAGES.get(name, name),
+            "name": _TITLES.get(name, name),
             "cells": [
                 {
                     "seconds": run.report.seconds.get(name),
@@ -341,10 +329,10 @@ def settings_rows(runs: Sequence[Run]) -> list[dict]:
     return rows
 
 
-def grouped(told: Iterable[tuple[str, Run]]) -> dict[str, list[Run]]:
-    """A text -> the runs of which it is true, once each."""
+def grouped(pairs: Iterable[tuple[str, Run]]) -> dict[str, list[Run]]:
+    """A text -> the runs that it belongs to, once each."""
     groups: dict[str, list[Run]] = defaultdict(list)
-    for text, run in told:
+    for text, run in pairs:
         if run not in groups[text]:
             groups[text].append(run)
     return dict(groups)

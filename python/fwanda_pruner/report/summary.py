@@ -5,8 +5,8 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-from ..errors import UserError, shortened
-from ..source_shares import counts_of, parse_sources
+from ..errors import shortened
+from ..source_shares import counts_of
 from .record import FILE_NAME, MatrixRow, Report
 
 _DOMAINS = "mean loss in nats on text of several domains, before and after pruning"
@@ -140,20 +140,14 @@ def _first(label: str, texts: list[str]) -> list[tuple[str, str]]:
 
 def _calibration(report: Report) -> str:
     """How many windows each source of the calibration got; empty if the run used none."""
-    config = report.config
-    try:
-        sources = parse_sources(config["calibration"])
-        counts = counts_of(sources, config["nsamples"])
-    except (UserError, KeyError, TypeError):  # a record of another version
+    config, sources = report.config, report.sources
+    if report.tokens_sha256 is None or not sources or not isinstance(config.get("nsamples"), int):
         return ""
-    if report.tokens_sha256 is None:
-        return ""
-    windows, names = (
-        f"{config['nsamples']} windows of {config.get('seqlen')} tokens",
-        [_short(source.name) for source in sources],
-    )
+    windows = f"{config['nsamples']} windows of {config.get('seqlen')} tokens"
+    names = [_short(source.name) for source in sources]
     if len(sources) == 1:
         return f"{windows} from {names[0]}"
+    counts = counts_of(sources, config["nsamples"])
     return f"{windows}: {', '.join(f'{name} {count}' for name, count in zip(names, counts, strict=True))}"
 
 

@@ -31,12 +31,12 @@ from ..report.record import Report
 from . import outcome, stages
 from .energy import EnergyMeter
 from .outcome import Pruned
-from .plan import calibration_titles, stage_titles
 from .read_texts import own_windows, read_texts
 from .save import check_savable
 from .stage import Stages
 from .state import RunState
 from .texts import Texts, protocol, sources_of, with_sources
+from .titles import calibration_titles, stage_titles
 
 
 def prune(

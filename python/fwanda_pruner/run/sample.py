@@ -17,9 +17,10 @@ from ..model.plain import check_plain
 from ..model.targets import find_targets
 from ..notes import recording
 from ..report.record import versions
+from ..stage_names import StageName
 from ..text.own_text import start_token_of
 from . import stages
-from .stage import StageName, Stages
+from .stage import Stages
 from .state import RunState
 
 _KEYS = {"text", "model", "seed", "window"}  # of each line; --calibration reads the text alone

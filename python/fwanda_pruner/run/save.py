@@ -13,7 +13,8 @@ from ..model.targets import is_multimodal
 from ..notes import warn
 from ..report.card import model_card
 from ..report.record import FILE_NAME, Report
-from .stage import StageName, timed
+from ..stage_names import StageName
+from .stage import timed
 
 _CARD_NAME = "README.md"
 

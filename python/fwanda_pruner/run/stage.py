@@ -6,64 +6,21 @@ Nothing else in the package times a stage or resumes one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..progress import begin_stage
+from ..stage_names import StageName
 from .energy import EnergyMeter
 from .state import RunState
 
 T = TypeVar("T")
 SAVE_SECONDS = 60  # between two saves of an unfinished stage
-
-
-class StageName(str, Enum):
-    """Stages of a run, in order; the values are the keys of `seconds` in fwanda.json."""
-
-    LOAD = "load"
-    SAMPLE = "sample"
-    TEXT = "text"
-    EVAL_DENSE = "eval_dense"
-    CALIBRATE = "calibrate"
-    CHOOSE = "choose"
-    BUDGETS = "budgets"
-    CHECK = "check"
-    PRUNE = "prune"
-    EVAL_PRUNED = "eval_pruned"
-    SAVE = "save"
-
-    @property
-    def title(self) -> str:
-        """What the stage does, as the lines of progress say it."""
-        return _TITLES[self]
-
-
-_TITLES = {
-    StageName.LOAD: "load the model",
-    StageName.SAMPLE: "let the model write text",
-    StageName.TEXT: "read the texts",
-    StageName.EVAL_DENSE: "perplexity of the dense model",
-    StageName.CALIBRATE: "calibrate",
-    StageName.CHOOSE: "choose the allocation",
-    StageName.BUDGETS: "decide how many weights each row keeps",
-    StageName.CHECK: "compare losses on each text",
-    StageName.PRUNE: "prune",
-    StageName.EVAL_PRUNED: "perplexity of the pruned model",
-    StageName.SAVE: "save and count the zeros in the files",
-}
-
-_BESIDE_PRUNING = (StageName.LOAD, StageName.TEXT, StageName.EVAL_DENSE, StageName.EVAL_PRUNED, StageName.SAVE)
-
-
-def pruning_seconds(seconds: Mapping[str, float]) -> float:
-    """Seconds of all stages that prune: without those that read, write or evaluate."""
-    return sum(value for name, value in seconds.items() if name not in _BESIDE_PRUNING)
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,14 @@ from ..methods.refit import Refit
 from ..model.targets import find_targets
 from ..notes import warn
 from ..report.record import MatrixRow, versions
+from ..stage_names import StageName
 from ..text.domains import Domain, spread_evenly
 from ..text.own_text import sample_tokens, start_token_of
 from ..text.windows import tokens_sha256
 from . import codecs
 from .energy import EnergyMeter
 from .read_texts import own_seed, own_windows, read_texts
-from .stage import StageName, Stages
+from .stage import Stages
 from .state import RunState
 from .texts import Sources, Texts
 

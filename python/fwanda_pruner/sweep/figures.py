@@ -34,8 +34,8 @@ def check_installed() -> None:
 def draw(lines: list[Line], output: str | Path) -> list[Path]:
     """Draw each picture for which the lines have the figures.
 
-    Each line is in the picture of perplexities, those with a pattern too. A perplexity that is not finite is told in a
-    note.
+    The picture of perplexities has every line, those with a pattern too. A note names the lines whose perplexity is not
+    finite.
 
     Returns:
         The files.

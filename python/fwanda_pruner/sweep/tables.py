@@ -15,7 +15,7 @@ from ..config import PruneConfig
 from ..evaluate.lm_eval_tasks import ZEROSHOT
 from ..formats.files import atomic_file, user_errors
 from ..report.summary import protocol_line
-from ..run.stage import pruning_seconds
+from ..stage_names import pruning_seconds
 from .recipe import describe
 
 

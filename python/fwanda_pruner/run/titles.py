@@ -1,13 +1,13 @@
-"""The stages that a run will have, before it begins: what the lines of progress count."""
+"""Titles of the stages that a run will have. They are known before it begins, so lines of progress can count them."""
 
 from __future__ import annotations
 
 from ..config import PruneConfig
 from ..measure.statistics import Statistics
 from ..notes import muted
+from ..stage_names import StageName
 from . import stages
 from .read_texts import own_windows
-from .stage import StageName
 from .texts import with_sources
 
 
@@ -18,7 +18,7 @@ def stage_titles(
 
     Args:
         config, statistics, calibration, eval: as pipeline.prune().
-        saves: with the stages before and after it: loading and saving the model.
+        saves: also list the stages before and after it: loading and saving the model.
     """
     config = _resolved(config, calibration, eval, statistics)
     reads = stages.reads(config, statistics)
@@ -43,7 +43,7 @@ def stage_titles(
 
 
 def calibration_titles(config: PruneConfig, *, calibration=None, loads: bool = False) -> list[str]:
-    """Titles of the stages of pipeline.collect(), in order; `loads`: with loading the model."""
+    """Titles of the stages of pipeline.collect(), in order; with `loads`, loading the model is the first."""
     config = _resolved(config, calibration, None, None)
     samples = own_windows(config, calibration=True, domains=False) > 0
     names = [StageName.LOAD] * loads + [StageName.SAMPLE] * samples + [StageName.CALIBRATE]
