@@ -162,7 +162,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     options["trust_remote_code"] = trust_remote_code
     with loading_errors(f"model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(name, **options)
-    check_quantization(config, name)
+    check_quantization(config, f"model {name!r}")
     model_class = auto_class(config, name, trust_remote_code)
     check_stored_types(files, name)
     with loading_errors(f"model {name!r} cannot be loaded"):
