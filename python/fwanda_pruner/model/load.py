@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from ..config import DTYPES
 from ..errors import UserError, has_control, show
 from .busy import warn_if_busy
 from .checks import (
@@ -23,7 +24,6 @@ from .checks import (
 from .hub import hub_options
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
 
 
@@ -76,7 +76,7 @@ def load_model(
     gguf = _gguf_path(name)
     with quiet(bars=gguf is None and not Path(name).exists()):
         if gguf:
-            model, tokenizer = _load_gguf(gguf, DTYPES[dtype or "float32"])
+            model, tokenizer = _load_gguf(gguf, getattr(torch, dtype or "float32"))
         else:
             model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code)
     with loading_errors(f"model {name!r} cannot be moved to {target}"):
@@ -168,7 +168,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     with loading_errors(f"model {name!r} cannot be loaded"):
         model, info = model_class.from_pretrained(
             name,
-            dtype=DTYPES[dtype] if dtype else "auto",
+            dtype=getattr(torch, dtype) if dtype else "auto",
             use_safetensors=None if allow_pickle else True,
             output_loading_info=True,
             **options,

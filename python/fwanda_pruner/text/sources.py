@@ -6,7 +6,6 @@ enter it in `NAMED`.
 """
 
 import errno
-import hashlib
 import os
 import re
 import sysconfig
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError, one_line, show
+from ..model.cache import file_sha256
 from ..notes import muted
 from ..source_shares import OWN_TEXT
 from .chat import Conversation, Rendered
@@ -154,15 +154,9 @@ def _misread(name: str) -> str | None:
     return None
 
 
-def file_sha256(name: str | None) -> str | None:
+def local_sha256(name: str | None) -> str | None:
     """sha256 of a local file, in hex; None if the name is not that of a local file."""
-    if not name or not os.path.isfile(name):
-        return None
-    digest = hashlib.sha256()
-    with open(name, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_sha256(Path(name)) if name and os.path.isfile(name) else None
 
 
 def _sample(purpose: Purpose) -> list[str]:
