@@ -13,14 +13,7 @@ from transformers.utils import cached_file
 from ..config import DTYPES
 from ..errors import UserError, has_control, show
 from .busy import warn_if_busy
-from .checks import (
-    auto_class,
-    check_loaded,
-    check_quantization,
-    check_stored_types,
-    loading_errors,
-    weight_files,
-)
+from .checks import auto_class, check_loaded, check_quantization, check_stored_types, loading_errors, weight_files
 from .hub import hub_options
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -159,6 +152,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     folder = _folder(name)
     files = weight_files(folder, name, allow_pickle=allow_pickle) if folder else []
     options = {} if folder else hub_options(name)
+    adapter_options = dict(options)  # where peft is installed, transformers also looks for an adapter
     options["trust_remote_code"] = trust_remote_code
     with loading_errors(f"model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(name, **options)
@@ -171,6 +165,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
             dtype=getattr(torch, dtype) if dtype else "auto",
             use_safetensors=None if allow_pickle else True,
             output_loading_info=True,
+            adapter_kwargs=adapter_options,
             **options,
         )
         if not folder:
