@@ -1,4 +1,4 @@
-"""Whether a name that is no folder is a model of the Hugging Face hub. It is asked once: a typo is answered at once."""
+"""Looks up a model on the Hugging Face hub by one short request, so that a typo is answered at once."""
 
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -10,7 +10,7 @@ _SECONDS = 5  # for the one request
 
 
 def hub_options(name: str) -> dict[str, bool]:
-    """The arguments of from_pretrained() with which a model of the hub loads without waiting for a hub out of reach.
+    """Options of from_pretrained() for a model of the hub. If the hub cannot be asked, only the local copy is read.
 
     Args:
         name: an id such as "org/model".

@@ -23,6 +23,7 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "DeepSpeedEngine"}
 _SHARDING = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
 _QUANTISERS = {"torchao", "bitsandbytes", "hqq", "optimum", "awq", "gptqmodel", "auto_gptq"}  # packages
 _QUANTISE_LATER = "prune the original model, and quantise the result"
+_EMPTY = "is on the meta device and holds no numbers; load the model with its weights, onto a real device"
 _LORA = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)\b")
 
 
@@ -83,11 +84,9 @@ def _quantised(module: nn.Module, name: str) -> str | None:
 
 
 def _adapted(module: nn.Module, name: str) -> str | None:
-    linear = isinstance(module, nn.Linear) and not {key for key, _ in module.named_parameters()} <= {"weight", "bias"}
-    linear = linear and not parametrize.is_parametrized(module) and not _replaced_tensors(module)
     lora = any(_LORA.search(key) for key, _ in module.named_parameters(name, recurse=False))
     loaded = getattr(module, "_hf_peft_config_loaded", False) and not any(map(_is_of_peft, module.modules()))
-    if not (_is_of_peft(module) or linear or lora or loaded):
+    if not (_is_of_peft(module) or lora or loaded or _has_more_parameters(module)):
         return None
     whole = hasattr(module, "merge_and_unload")
     merge = "model" if whole else "load the model without them and run peft.PeftModel.from_pretrained(model, ADAPTER)"
@@ -95,6 +94,13 @@ def _adapted(module: nn.Module, name: str) -> str | None:
         f"holds adapters ({type(module).__name__}), which are not pruned; merge them into the model first: "
         f"{merge}.merge_and_unload()"
     )
+
+
+def _has_more_parameters(module: nn.Module) -> bool:
+    """Whether a linear layer has parameters beside weight and bias that do not stand for one of these two."""
+    if not isinstance(module, nn.Linear) or parametrize.is_parametrized(module) or _replaced_tensors(module):
+        return False
+    return not {key for key, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def _is_of_peft(module: nn.Module) -> bool:
@@ -131,9 +137,6 @@ def _check_tensors(model: nn.Module) -> None:
     for name, tensor in model.named_buffers():
         if tensor.is_meta:
             raise UserError(f"{name} {_EMPTY}")
-
-
-_EMPTY = "is on the meta device and holds no numbers; load the model with its weights, onto a real device"
 
 
 def _fault_of_tensor(tensor: Tensor) -> str | None:
