@@ -18,7 +18,9 @@ _TABLES = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_alway
 
 
 class _Hooks:
-    """What one module must not hand to its copies. The two special methods are attributes of the module meanwhile.
+    """What one module must not hand to its copies.
+
+    While a module has hooks, state() and deepcopy() are its `__getstate__` and `__deepcopy__`.
 
     Attributes:
         ids: of the hooks.
@@ -99,7 +101,7 @@ def free_name(module: nn.Module, stem: str) -> str:
 
 
 def is_own(op: str, name: str, module: nn.Module, called: nn.Module) -> bool:
-    """Whether the called module is the hooked one, and not a copy that took its hooks all the same.
+    """Whether the called module is the hooked one, and not a copy that has its hooks all the same.
 
     Raises:
         RuntimeError: it is a replica that torch.nn.DataParallel made, whose calls would be lost.

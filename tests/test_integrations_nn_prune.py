@@ -284,7 +284,9 @@ def of_each_form(statistics, module) -> list:
     return [statistics, statistics.of(module), {(module, "weight"): statistics.of(module)}]
 
 
-@pytest.mark.parametrize("function", [wanda_unstructured, fwanda_unstructured, "global"], ids=["wanda", "fwanda", "global"])
+@pytest.mark.parametrize(
+    "function", [wanda_unstructured, fwanda_unstructured, "global"], ids=["wanda", "fwanda", "global"]
+)
 @pytest.mark.parametrize("form", range(3))
 def test_every_function_takes_the_collector_whatever_its_keys(function, form):
     torch.manual_seed(0)

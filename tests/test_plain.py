@@ -6,7 +6,6 @@ import accelerate
 import pytest
 import tiny
 import torch
-import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrizations, prune
@@ -152,10 +151,6 @@ def offloaded_with_hook(model):
     return model
 
 
-def sequence_classifier(_model):
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**tiny.SIZES, pad_token_id=0))
-
-
 UNUSUAL = {
     "meta": (on_meta, "model.embed_tokens.weight is on the meta device"),
     "buffer on meta": (buffer_on_meta, "rotary_emb.*inv_freq is on the meta device"),
@@ -183,11 +178,6 @@ UNUSUAL = {
     "parametrised embedding": (parametrised_embedding, "embed_tokens is parametrised; remove"),
     "weight_norm": (weight_norm, "q_proj computes its weight from other tensors"),
     "pruned by torch": (pruned_by_torch, "q_proj computes its weight from other tensors"),
-    "no head": (lambda m: m.model, "LlamaModel has no output head"),
-    "a classifier": (sequence_classifier, "LlamaForSequenceClassification is no causal language model"),
-    "no Hugging Face model": (lambda _: nn.Linear(4, 4), "Linear is no Hugging Face model"),
-    "no weights": (lambda _: nn.ReLU(), "causal language model with weights, got ReLU"),
-    "a name": (lambda _: "gpt2", "causal language model with weights, got str 'gpt2'"),
 }  # fmt: skip
 COMPILED = {
     "whole": (torch.compile, "the model is a wrapper of torch.compile; give the model itself, model._orig_mod"),
@@ -364,46 +354,3 @@ def test_tied_embeddings_and_parts_of_one_buffer_are_plain(tmp_path):
     assert sum(row.numel for row in report.matrices) == sum(
         p.numel() for p in model.model.layers.parameters() if p.dim() == 2
     )
-
-
-# Tuples as outputs
-
-
-@pytest.mark.fault("tuple outputs")
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt", "fwanda"])
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma3_vision"])
-def test_return_dict_false_changes_nothing(family, method):
-    plain, tuples = tiny.build(family), tiny.build(family)
-    for config in {id(c): c for c in (tuples.config, tuples.config.get_text_config())}.values():
-        config.return_dict = False
-    for model in (plain, tuples):
-        tiny.prune(model, method=method)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), tuples.parameters(), strict=True))
-    assert tuples.config.return_dict is False
-
-
-class TupleLlama(transformers.LlamaForCausalLM):
-    """A model whose outputs never have names."""
-
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs).to_tuple()
-
-
-@pytest.mark.fault("tuple outputs")
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "fwanda"])
-def test_a_model_that_returns_tuples_is_pruned_as_one_with_names(method):
-    plain, tuples = tiny.llama(), tiny.llama()
-    tuples.__class__ = TupleLlama
-    reports = [tiny.prune(model, method=method) for model in (plain, tuples)]
-    assert reports[0].domains == reports[1].domains
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), tuples.parameters(), strict=True))
-
-
-@pytest.mark.fault("tuple outputs")
-def test_a_model_that_returns_tuples_writes_no_text():
-    model = tiny.llama()
-    model.__class__ = TupleLlama
-    with pytest.raises(UserError, match="TupleLlama returns a tuple without logits, so it cannot write text"):
-        fwanda_pruner.prune(
-            model, tiny.tokenizer(), method="wanda", calibration="self", nsamples=2, seqlen=8, progress=False
-        )

@@ -72,7 +72,13 @@ NO_MODELS = {
     "a model without a head": (lambda: tiny.llama().model, "got LlamaModel, which has no output head"),
     "a classifier": (
         lambda: transformers.LlamaForSequenceClassification(tiny.llama().config),
-        "got LlamaForSequenceClassification, which has no output head",
+        "got LlamaForSequenceClassification, which is of another task",
+    ),
+    "a masked language model": (
+        lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+        ),
+        "got BertForMaskedLM, which is of another task",
     ),
     "an encoder and a decoder": (
         lambda: transformers.T5ForConditionalGeneration(

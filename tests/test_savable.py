@@ -266,7 +266,8 @@ def test_licences_notices_and_templates_are_carried_over_unchanged(tmp_path):
     assert names >= set(CARRIED) and not names & {"pytorch_model.bin.old", "notes.txt", "optimizer.pt", "LICENSES"}
     for name in CARRIED:
         assert (tmp_path / "out" / name).read_text() == f"content of {name}"
-    assert "Pruned with fwanda" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# in, pruned by " in card and "the card of the dense model" not in card
 
 
 @pytest.mark.fault("left behind")

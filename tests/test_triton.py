@@ -80,13 +80,13 @@ def check_missed_bracket() -> None:
 
     *lists, size = threshold_lists("normal")
     expected = reference.select_threshold(*lists, size // 2, None)
-    bracket = threshold._bracket
+    bracket = threshold.first_bracket
     for low, high in ((1, 2), (0x7F000000, 0x7F000001)):
-        threshold._bracket = lambda s, t, n, at=(low, high): torch.tensor(
+        threshold.first_bracket = lambda s, t, n, at=(low, high): torch.tensor(
             [*at, at[0], 1], dtype=torch.int32, device=s.device
         )
         assert torch.equal(ours.select_threshold(*lists, size // 2, None), expected)
-    threshold._bracket = bracket
+    threshold.first_bracket = bracket
 
 
 def check_small_sample() -> None:

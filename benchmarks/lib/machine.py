@@ -70,7 +70,9 @@ def copy_rate(byte_count: int, device: str) -> float:
 
 
 def busy(facts: dict, device: str, folder: Path = RESULTS) -> str | None:
-    """Why the times of now say little, or None: copies are slow for this card, or other processes hold the CPU.
+    """Why times that are measured now cannot be trusted, or None if they can.
+
+    The machine is busy if copies are slow for this card, or if many processes wait for the CPU.
 
     Args:
         facts: of machine(), and copy_gb_per_s.

@@ -7,7 +7,6 @@ from pathlib import Path
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 UNSHARED = RESULTS.parent.parent / ".benchmarks"  # where new results go unless asked; git ignores it
 
-_MISSING = object()
 # kind of result -> what its tables read
 _KEYS = {
     "ops": {"date": str, "card": str, "rows": list},
@@ -50,7 +49,7 @@ def _checked(path: Path, keys: dict[str, type]) -> dict:
         if not isinstance(result, dict):
             raise ValueError(f"it holds a {type(result).__name__}, expected an object")
         for key, kind in keys.items():
-            if not isinstance(result.get(key, _MISSING), kind) or result.get(key, _MISSING) is _MISSING:
+            if key not in result or not isinstance(result[key], kind):
                 raise ValueError(f"its key {key!r} is missing or of another type")
         for line in result["lines"] if "lines" in keys else ():
             if not isinstance(line, dict) or not _LINE_KEYS <= line.keys():

@@ -198,9 +198,11 @@ def _plan(model, config: PruneConfig) -> str:
     """What a run with these settings would remove, without a pass of text."""
     from .allocate.budgets import keep_total
     from .methods.block_loop import asked
+    from .model.plain import check_plain
     from .model.targets import find_blocks
     from .run.pipeline import plan
 
+    check_plain(model)
     targets, skipped = plan(model, config)
     size = removed = 0
     lines = []

@@ -42,7 +42,7 @@ def recording(notes: list[str]) -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Inside the block, warn() in this thread does nothing: for work that is done again and warns then."""
+    """Inside the block, warn() in this thread does nothing: for work that is repeated later, and warns then."""
     token = _muted.set(True)
     try:
         yield

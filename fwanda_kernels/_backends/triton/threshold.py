@@ -144,7 +144,7 @@ def _count_kernel(
             flag(bad, wrong * BAD_WEIGHT)
 
 
-def _bracket(sample: Tensor, total: int, size: int) -> Tensor:
+def first_bracket(sample: Tensor, total: int, size: int) -> Tensor:
     """First state: keys around the sample's own threshold, 4 standard deviations of its rank to either side."""
     drawn = sample.numel()
     ascending = sample.sort().values
@@ -203,7 +203,7 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
     tile_map = torch.empty(sum(count for _, _, count in groups), dtype=torch.int32, device=device)
     sample = torch.empty(min(SAMPLE, size), dtype=torch.int32, device=device)
     _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad)
-    state = _bracket(sample, max(total, 1), size)
+    state = first_bracket(sample, max(total, 1), size)
     del sample
     vectors = all(in_vectors(w) and s.data_ptr() % 16 == 0 for w, s in zip(weights, col_scales, strict=True))
     histogram = torch.zeros(BINS, dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import UserError, has_control, one_line, show
-from ..model.cache import home_folder
+from ..model.cache import home_folder, size_text
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _LONGEST_PART = 255  # bytes of the name of a folder above it
@@ -143,7 +143,9 @@ def _check_output(output: Path, overwrite: bool, needed_bytes: int, inputs: Iter
             )
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
-        raise UserError(f"output {output} needs {_size(needed_bytes)}, the disk has {_size(free)} free; make room")
+        raise UserError(
+            f"output {output} needs {size_text(needed_bytes)}, the disk has {size_text(free)} free; make room"
+        )
 
 
 def _protected_folders() -> list[Path]:
@@ -207,7 +209,9 @@ def user_errors(output: Path) -> Iterator[None]:
         number = system_error(error)
         if number in _DISK_FULL:
             free = shutil.disk_usage(next(folder for folder in output.parents if folder.exists())).free
-            raise UserError(f"output {output}: no space left on the disk ({_size(free)} free); make room") from error
+            raise UserError(
+                f"output {output}: no space left on the disk ({size_text(free)} free); make room"
+            ) from error
         if number in _NOT_WRITABLE:
             raise UserError(f"output {output}: not writable ({os.strerror(number)}); choose another folder") from error
         if number == errno.ENOENT:
@@ -304,7 +308,3 @@ def _swap(temporary: Path, output: Path, aside: Path | None) -> None:
             os.rename(aside, output)
         raise
     _fsync(output.parent)
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

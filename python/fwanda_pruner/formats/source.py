@@ -21,7 +21,7 @@ _CARRIED = (
 )  # fmt: skip
 _TEMPLATES = ("*.jinja", "chat_template*")
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.*", "merges.txt")  # other programs read them
-# The same of a model of the hub, whose other files may not be on this machine. Each costs a question to the hub.
+# Files that are fetched for a model of the hub, because loading does not download them. Each costs a request.
 _ON_THE_HUB = (
     "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import isfinite
@@ -14,6 +13,7 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import floored_omega
 from ..errors import UserError
+from ..measure.statistics import warn_unseen
 from . import number_of
 
 _NO_GRADIENT = "has no output gradient: run backward() on the SUM of the losses while collecting"
@@ -78,7 +78,7 @@ def refuse_bad(name: str, code: int) -> None:
 def measured_norm(name: str, layer: fk.LayerStatistics) -> Tensor:
     """[C] fp32 norm of each input column: ones, with a warning, if the layer saw no token."""
     if not layer.n_tokens:
-        warnings.warn(f"{name} saw no calibration token: its weights are ranked by magnitude", stacklevel=3)
+        warn_unseen([name])
     return layer.norm
 
 

@@ -118,9 +118,9 @@ def _prune_matrix(job: GroupJob, target: Target, factor: Tensor) -> None:
 def _prune_with_zeros(weight: Tensor, factor: Tensor, row_weight: Tensor | None, selection: dict) -> None:
     """fk.obs_prune_() under the rule that weights which are 0 before stay 0, and count as removed first.
 
-    A walk that brings some of them back, or removes others in their place, is repeated under a fixed mask: without the
-    zeros, and without as many of the weights that the first walk removed as the selection still asks for, those with
-    the smallest scores.
+    If the first walk brings zeros back, or keeps fewer or more weights than asked, a second walk with a fixed mask
+    replaces it. The mask removes all zeros first. Then it removes weights that the first walk removed, those with the
+    lowest scores first, until as many are removed as the selection asks for.
 
     Args:
         weight: [R, C], pruned in place.

@@ -1,16 +1,20 @@
-"""Checks that a model and a tokenizer given in Python are what they should be."""
+"""Checks of the types of arguments that are given in Python."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..errors import UserError
 
+_OTHER_TASK = re.compile(r"For(?!CausalLM$|\w*Generation$|ImageTextToText$)[A-Z]\w*$")  # ends the name of a class
+
 
 def expect_model(model: Any) -> None:
-    """Refuses what is no Hugging Face causal language model.
+    """Refuses what is no Hugging Face causal language model; model.plain.check_plain() also looks at its weights.
 
     Raises:
         UserError: saying what was given instead.
@@ -26,11 +30,16 @@ def expect_model(model: Any) -> None:
         raise UserError(f"{wanted}, got {name}{hint}")
     if next(model.parameters(), None) is None:
         raise UserError(f"{wanted}, got {name}, which has no parameters")
-    if not all(hasattr(model, part) for part in ("config", "get_input_embeddings", "get_output_embeddings")):
+    methods = all(hasattr(model, method) for method in ("get_input_embeddings", "get_output_embeddings"))
+    if not methods or not hasattr(getattr(model, "config", None), "get_text_config"):
         raise UserError(f"{wanted}, got {name}; if it wraps one, give the model inside")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{wanted}, got {name}, which has an encoder; only decoders can be pruned")
-    if model.get_output_embeddings() is None:
+    if _OTHER_TASK.search(name):
+        raise UserError(f"{wanted}, got {name}, which is of another task; load it by AutoModelForCausalLM")
+    if _found(model.get_input_embeddings) is None:
+        raise UserError(f"{wanted}, got {name}, whose get_input_embeddings() does not find its token embedding")
+    if _found(model.get_output_embeddings) is None:
         raise UserError(f"{wanted}, got {name}, which has no output head; load it by AutoModelForCausalLM")
 
 
@@ -54,6 +63,14 @@ def expect_type(name: str, value: Any, kind: type, advice: str, *, needed: bool 
     """
     if not isinstance(value, kind) and (value is not None or needed):
         raise UserError(f"{name} must be a {kind.__name__}, got {type(value).__name__}; {advice}")
+
+
+def _found(find: Callable[[], nn.Module | None]) -> nn.Module | None:
+    """The result of a method that some classes of transformers do not implement; None for those."""
+    try:
+        return find()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _is_tokenizer(value: Any) -> bool:

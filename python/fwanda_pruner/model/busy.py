@@ -1,9 +1,10 @@
 """Whether other programs keep the CPUs of this machine busy."""
 
 import os
-import warnings
 
 import torch
+
+from ..notes import warn
 
 
 def busy_note() -> str | None:
@@ -28,4 +29,4 @@ def warn_if_busy() -> None:
         UserWarning: see busy_note().
     """
     if torch.get_num_threads() > 1 and (note := busy_note()):
-        warnings.warn(note, stacklevel=3)
+        warn(note)

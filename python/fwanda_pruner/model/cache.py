@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..errors import one_line
+
 _SUMS = "sha256.json"  # name of each file in a kept folder -> sha256 of its content
 _TEMPORARY = ".tmp-"
 _LEFTOVER_SECONDS = 24 * 3600  # nobody writes one folder for longer; what is older was left by a killed process
@@ -99,7 +101,7 @@ def keep_folder(key: str, write: Callable[[Path], None], needed_bytes: int) -> P
         with contextlib.suppress(NotKept):
             if found := kept_folder(key):  # another process was faster
                 return found
-        reason = error.strerror or " ".join(str(error).split())[:200]
+        reason = error.strerror or one_line(error, 200)
         raise NotKept(f"{root} cannot be written ({reason}); set FWANDA_CACHE to another folder") from None
     return root / key
 

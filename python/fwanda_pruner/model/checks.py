@@ -39,15 +39,20 @@ def weight_files(folder: Path, name: str, *, allow_pickle: bool = False) -> list
     raise UserError(f"model {name!r}: the folder has no weights; expected {_WEIGHTS} or {_INDEX}; download it again")
 
 
-def check_quantization(config, name: str) -> None:
-    """Refuse a model whose configuration says that it is quantised."""
+def check_quantization(config, what: str) -> None:
+    """Refuse a model whose configuration says that it is quantised.
+
+    Args:
+        config: of the model.
+        what: names the model at the beginning of the error.
+    """
     for part in (config, getattr(config, "text_config", None)):
         quantization = getattr(part, "quantization_config", None)
         if quantization:
             quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
             method = quantization.get("quant_method") or "an unnamed method"
             raise UserError(
-                f"model {name!r} is quantised ({getattr(method, 'value', method)}): "
+                f"{what} is quantised ({getattr(method, 'value', method)}): "
                 "pruning needs floating-point weights; use the original checkpoint or dequantise this one first"
             )
 

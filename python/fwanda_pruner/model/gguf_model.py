@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import math
-import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ..errors import UserError
+from ..errors import UserError, one_line
+from ..notes import warn
 from .cache import NotKept, file_sha256, keep_folder, kept_folder, remove_folder
 from .checks import auto_class, check_loaded, loading_errors
 from .gguf_file import GgufFile, read_gguf, served
@@ -39,8 +39,7 @@ def load_gguf(file: Path, dtype: torch.dtype):
         if copy := kept_folder(key):
             return _load_copy(copy, dtype)
     except Exception as error:  # a broken copy can raise anything
-        reason = " ".join(str(error).split())[:200]
-        warnings.warn(f"the converted copy of {file.name} is made anew: {reason}", stacklevel=4)
+        warn(f"the converted copy of {file.name} is made anew: {one_line(error, 200)}")
         remove_folder(key)
     with loading_errors(f"model {str(file)!r} is not a complete GGUF file"):
         content = read_gguf(file)
@@ -49,7 +48,7 @@ def load_gguf(file: Path, dtype: torch.dtype):
     try:
         copy = keep_folder(key, lambda folder: _write(folder, model, tokenizer), size)
     except NotKept as reason:
-        warnings.warn(f"{file.name} is converted at each load, because no copy can be kept: {reason}", stacklevel=4)
+        warn(f"{file.name} is converted at each load, because no copy can be kept: {reason}")
         return model, tokenizer
     expected = _digest(model, tokenizer)
     del model, tokenizer  # a large model would be in memory twice
@@ -57,7 +56,7 @@ def load_gguf(file: Path, dtype: torch.dtype):
     if _digest(model, tokenizer) == expected:
         return model, tokenizer
     remove_folder(key)
-    warnings.warn(f"{file.name} is converted at each load, because its copy would differ", stacklevel=4)
+    warn(f"{file.name} is converted at each load, because its copy would differ")
     return _convert(content, dtype)
 
 
@@ -107,7 +106,7 @@ def _write(folder: Path, model, tokenizer) -> None:
     except OSError:
         raise
     except Exception as error:
-        raise NotKept(" ".join(str(error).split())[:200]) from error
+        raise NotKept(one_line(error, 200)) from error
 
 
 def _load_copy(folder: Path, dtype: torch.dtype):

@@ -1,16 +1,16 @@
-"""Whether a name that is no folder is a model of the Hugging Face hub. It is asked once: a typo is answered at once."""
+"""Looks up a model on the Hugging Face hub by one short request, so that a typo is answered at once."""
 
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-from ..errors import UserError
+from ..errors import UserError, one_line
 
 _CONFIG = "config.json"
 _SECONDS = 5  # for the one request
 
 
 def hub_options(name: str) -> dict[str, bool]:
-    """The arguments of from_pretrained() with which a model of the hub loads without waiting for a hub out of reach.
+    """Options of from_pretrained() for a model of the hub. If the hub cannot be asked, only the local copy is read.
 
     Args:
         name: an id such as "org/model".
@@ -53,7 +53,7 @@ def _ask(name: str) -> str | None:
     except Exception as error:  # the HTTP libraries share no base class
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             return None  # a mirror need not know this request; the download says what is wrong
-        return " ".join(str(error).split())[:200] or type(error).__name__
+        return one_line(error, 200)
     if files and all(file.rfilename != _CONFIG for file in files):
         raise UserError(f"model {name!r}: its repository has no {_CONFIG}, so it is not a Hugging Face model")
     return None

@@ -10,20 +10,13 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from ..config import DTYPES
 from ..errors import UserError, has_control, show
 from .busy import warn_if_busy
-from .checks import (
-    auto_class,
-    check_loaded,
-    check_quantization,
-    check_stored_types,
-    loading_errors,
-    weight_files,
-)
+from .checks import auto_class, check_loaded, check_quantization, check_stored_types, loading_errors, weight_files
 from .hub import hub_options
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
 
 
@@ -76,7 +69,7 @@ def load_model(
     gguf = _gguf_path(name)
     with quiet(bars=gguf is None and not Path(name).exists()):
         if gguf:
-            model, tokenizer = _load_gguf(gguf, DTYPES[dtype or "float32"])
+            model, tokenizer = _load_gguf(gguf, getattr(torch, dtype or "float32"))
         else:
             model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code)
     with loading_errors(f"model {name!r} cannot be moved to {target}"):
@@ -159,18 +152,20 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     folder = _folder(name)
     files = weight_files(folder, name, allow_pickle=allow_pickle) if folder else []
     options = {} if folder else hub_options(name)
+    adapter_options = dict(options)  # where peft is installed, transformers also looks for an adapter
     options["trust_remote_code"] = trust_remote_code
     with loading_errors(f"model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(name, **options)
-    check_quantization(config, name)
+    check_quantization(config, f"model {name!r}")
     model_class = auto_class(config, name, trust_remote_code)
     check_stored_types(files, name)
     with loading_errors(f"model {name!r} cannot be loaded"):
         model, info = model_class.from_pretrained(
             name,
-            dtype=DTYPES[dtype] if dtype else "auto",
+            dtype=getattr(torch, dtype) if dtype else "auto",
             use_safetensors=None if allow_pickle else True,
             output_loading_info=True,
+            adapter_kwargs=adapter_options,
             **options,
         )
         if not folder:

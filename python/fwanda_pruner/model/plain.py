@@ -8,35 +8,38 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import UserError
+from .arguments import expect_model
+from .checks import check_quantization
 from .targets import find_blocks
 
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "DeepSpeedEngine"}
 _SHARDING = {"FullyShardedDataParallel", "FSDPModule", "DTensor"}
 _QUANTISERS = {"torchao", "bitsandbytes", "hqq", "optimum", "awq", "gptqmodel", "auto_gptq"}  # packages
 _QUANTISE_LATER = "prune the original model, and quantise the result"
-_OTHER_TASK = re.compile(r"For(?!CausalLM$|\w*Generation$|ImageTextToText$)[A-Z]\w*$")
+_EMPTY = "is on the meta device and holds no numbers; load the model with its weights, onto a real device"
 _LORA = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)\b")
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuses a model that is no plain language model on one device.
+    """Refuses what is no causal language model, and one whose weights are not plain tensors on one device.
 
     Raises:
         UserError: naming the first module or tensor that is in the way, and what to do.
     """
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         for fault_of in (_compiled, _wrapped, _quantised, _adapted, _parametrised):
             fault = fault_of(module, name)
             if fault is not None:
                 raise UserError(f"{name or 'the model'} {fault}")
-    _check_language_model(model)
+    expect_model(model)  # after the loop, which knows wrappers by name
+    check_quantization(model.config, "the model")
     _check_tensors(model)
     _check_places(model)
     _check_shared_memory(model)
@@ -81,11 +84,9 @@ def _quantised(module: nn.Module, name: str) -> str | None:
 
 
 def _adapted(module: nn.Module, name: str) -> str | None:
-    linear = isinstance(module, nn.Linear) and not {key for key, _ in module.named_parameters()} <= {"weight", "bias"}
-    linear = linear and not parametrize.is_parametrized(module) and not _replaced_tensors(module)
     lora = any(_LORA.search(key) for key, _ in module.named_parameters(name, recurse=False))
     loaded = getattr(module, "_hf_peft_config_loaded", False) and not any(map(_is_of_peft, module.modules()))
-    if not (_is_of_peft(module) or linear or lora or loaded):
+    if not (_is_of_peft(module) or lora or loaded or _has_more_parameters(module)):
         return None
     whole = hasattr(module, "merge_and_unload")
     merge = "model" if whole else "load the model without them and run peft.PeftModel.from_pretrained(model, ADAPTER)"
@@ -93,6 +94,13 @@ def _adapted(module: nn.Module, name: str) -> str | None:
         f"holds adapters ({type(module).__name__}), which are not pruned; merge them into the model first: "
         f"{merge}.merge_and_unload()"
     )
+
+
+def _has_more_parameters(module: nn.Module) -> bool:
+    """Whether a linear layer has parameters beside weight and bias that do not stand for one of these two."""
+    if not isinstance(module, nn.Linear) or parametrize.is_parametrized(module) or _replaced_tensors(module):
+        return False
+    return not {key for key, _ in module.named_parameters()} <= {"weight", "bias"}
 
 
 def _is_of_peft(module: nn.Module) -> bool:
@@ -122,31 +130,6 @@ def _replaced_tensors(module: nn.Module) -> list[str]:
     return sorted(stem for stem in stems if isinstance(vars(module).get(stem), Tensor))
 
 
-def _check_language_model(model: nn.Module) -> None:
-    kind = type(model).__name__
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or not hasattr(model, "get_input_embeddings"):
-        raise UserError(f"{kind} is no Hugging Face model; load one by fwanda_pruner.load_model")
-    if getattr(config, "is_encoder_decoder", False) or _OTHER_TASK.search(kind):
-        raise UserError(f"{kind} is no causal language model; load one by fwanda_pruner.load_model")
-    embedding, head = _called(model.get_input_embeddings), _called(model.get_output_embeddings)
-    if embedding is None:
-        raise UserError(f"{kind} does not say where its token embedding is (get_input_embeddings); it cannot be pruned")
-    if head is None and kind.endswith("Model") and not kind.endswith(("LMHeadModel", "LMModel")):
-        raise UserError(f"{kind} has no output head, so it predicts no text; load it by AutoModelForCausalLM")
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None:
-        method = (quantisation if isinstance(quantisation, dict) else vars(quantisation)).get("quant_method")
-        raise UserError(f"the model is quantised ({getattr(method, 'value', method)}); {_QUANTISE_LATER}")
-
-
-def _called(find: Callable[[], nn.Module]) -> nn.Module | None:
-    try:
-        return find()
-    except (AttributeError, NotImplementedError):
-        return None
-
-
 def _check_tensors(model: nn.Module) -> None:
     for name, tensor in model.named_parameters():
         if fault := _fault_of_tensor(tensor):
@@ -154,9 +137,6 @@ def _check_tensors(model: nn.Module) -> None:
     for name, tensor in model.named_buffers():
         if tensor.is_meta:
             raise UserError(f"{name} {_EMPTY}")
-
-
-_EMPTY = "is on the meta device and holds no numbers; load the model with its weights, onto a real device"
 
 
 def _fault_of_tensor(tensor: Tensor) -> str | None:
@@ -266,5 +246,4 @@ def _tie_patterns(model: nn.Module) -> list[str]:
 
 
 def _are_embeddings(model: nn.Module) -> bool:
-    head = _called(model.get_output_embeddings)
-    return head is not None and head.weight is model.get_input_embeddings().weight
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight

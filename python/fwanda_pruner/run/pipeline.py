@@ -22,7 +22,7 @@ from ..evaluate.perplexity import engine_perplexity
 from ..formats.source import surplus_layers
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
-from ..model.arguments import expect_model, expect_tokenizer, expect_type
+from ..model.arguments import expect_tokenizer, expect_type
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
 from ..notes import recording, warn
@@ -198,9 +198,7 @@ def _prune(
 
 
 def _check_arguments(model, tokenizer) -> None:
-    if isinstance(model, nn.Module):
-        check_plain(model)  # first: it knows wrappers by name
-    expect_model(model)
+    check_plain(model)
     expect_tokenizer(tokenizer)
 
 
@@ -305,12 +303,11 @@ def evaluate_model(
 
 
 def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skipped]]:
-    """The targets of a model and what is left alone, after all checks that need no text.
+    """The targets of a plain model and what is left alone, after all checks that need no text.
 
     Raises:
         UserError: as prune().
     """
-    check_plain(model)
     if surplus := surplus_layers(model):
         warn(surplus)
     if config.nm and not config.responds and config.method == "fwanda":

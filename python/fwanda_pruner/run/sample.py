@@ -66,10 +66,10 @@ def write_sample(
     check_sample_file(output)
     if tokenizer is None:
         raise UserError("the model has no tokenizer, which turns sampled tokens into text; add its files to the folder")
+    check_plain(model)
     device, state = model_device(model), state or RunState()
     stage = Stages(state, device)
     with recording(stage.notes), evaluating(model), device_rules(model, config):
-        check_plain(model)
         start = start_token_of(model, tokenizer, config.start_token)
         engine = make_engine(model, find_targets(model)[0], config, progress=progress)
         check_finite(engine)

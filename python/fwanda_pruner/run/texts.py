@@ -15,7 +15,7 @@ from ..notes import warn
 from ..setting_checks import flag, plain
 from ..source_shares import OWN_TEXT, parse_sources
 from ..text.domains import Domain
-from ..text.sources import file_sha256
+from ..text.sources import local_sha256
 from ..text.windows import tokens_sha256
 
 TOKENS = "tokens"  # the source of text that was given as token ids
@@ -47,7 +47,7 @@ class Sources:
 
 def _sha256(text: str | Tensor) -> Any:
     """Hash of token ids, with their shape, or of a local file; None for other texts."""
-    return [tokens_sha256(text), *text.shape] if isinstance(text, Tensor) else file_sha256(text)
+    return [tokens_sha256(text), *text.shape] if isinstance(text, Tensor) else local_sha256(text)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ..notes import warn
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
 from ..terminal import say
-from ..text.sources import file_sha256
+from ..text.sources import local_sha256
 from .recipe import Recipe, describe
 
 _CELL_KEYS = ("report", "perplexity", "dense", "shared")
@@ -102,7 +102,7 @@ def run(
     check_plain(model)
     engine = make_engine(model, find_targets(model)[0], recipe.cells[0])
     names = {name for config in recipe.cells for name in _text_names(config)}
-    texts = {name: file_sha256(name) for name in names}
+    texts = {name: local_sha256(name) for name in names}
     sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
     weights = _copied(engine)
     cells, shared = {}, _Shared()

@@ -28,7 +28,7 @@ Row = tuple[str, Any]  # its place in the file, and a text, an object or None
 
 
 def kind_of(path: Path) -> str | None:
-    """The key of READERS for a path, without regard to a further ".gz"; None if it is of no known kind."""
+    """The key of READERS for a path, ".gz" at its end left out; None for an unknown kind."""
     name = path.name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
     return suffix if suffix in READERS and not (suffix == ".parquet" and name.endswith(".gz")) else None

@@ -6,7 +6,6 @@ enter it in `NAMED`.
 """
 
 import errno
-import hashlib
 import os
 import re
 import sysconfig
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError, one_line, show
+from ..model.cache import file_sha256
 from ..notes import muted
 from ..source_shares import OWN_TEXT
 from .chat import Conversation, Rendered
@@ -100,7 +100,7 @@ def check_source(source: str, flag: str, *, purpose: Purpose, local: bool = Fals
     Raises:
         UserError: as load_documents(), naming the flag.
     """
-    if source in (OWN_TEXT, SAMPLE, CODE):  # they need no look: they are there, or nobody asked for them
+    if source in (OWN_TEXT, SAMPLE, CODE):  # come with the model or with Python; the last two are default guards
         return
     if local and (source in NAMED or (_DATASET_NAME.fullmatch(source) and kind_of(Path(source)) is None)):
         return
@@ -145,7 +145,7 @@ def _find(source: str, purpose: Purpose) -> Sequence[str | Conversation]:
 
 
 def _misread(name: str) -> str | None:
-    """What the user took a name of no file for: one with a share, or several; None if it is neither."""
+    """What to write instead of a name with a share, or of several names in one; None for other names."""
     beginning, _, share = name.rpartition(":")
     if beginning and re.fullmatch(r"[\d./e+-]*", share):
         return f"only calibration texts take a share; write {show(beginning)}"
@@ -154,15 +154,9 @@ def _misread(name: str) -> str | None:
     return None
 
 
-def file_sha256(name: str | None) -> str | None:
+def local_sha256(name: str | None) -> str | None:
     """sha256 of a local file, in hex; None if the name is not that of a local file."""
-    if not name or not os.path.isfile(name):
-        return None
-    digest = hashlib.sha256()
-    with open(name, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_sha256(Path(name)) if name and os.path.isfile(name) else None
 
 
 def _sample(purpose: Purpose) -> list[str]:
@@ -290,9 +284,10 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
 
 @contextmanager
 def _no_retries(path: str) -> Iterator[bool]:
-    """Asks the hub once. If there is no answer, `datasets` looks in its cache alone; it would try for half a minute.
+    """Asks the hub once. If it does not answer, `datasets` reads its cache alone inside the block.
 
-    Yields whether there was an answer, or none was needed.
+    By itself, `datasets` would ask again and again for half a minute. Yields False if an answer was needed and none
+    came.
     """
     answered = os.path.isdir(path) or _hub_answers(path)
     if answered:
@@ -313,7 +308,7 @@ def _no_retries(path: str) -> Iterator[bool]:
 
 
 def _hub_answers(path: str) -> bool:
-    """Whether the hub says anything about a data set, be it that there is none."""
+    """Whether the hub answers a question about a data set; "there is none" is an answer too."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
