@@ -179,7 +179,7 @@ MISTAKES = {
     "the same text twice": (["--eval", "a.txt", "--eval", "a.txt"], "--eval names a.txt twice"),
     "a second text that is missing": (["--eval", "sample", "--eval", "nowhere/none.txt"], "nowhere/none.txt"),
     "unknown method": (["--method", "obd"], "--method must be one of magnitude, wanda"),
-    "sparsity of one": (["--sparsity", "1"], "--sparsity must be a decimal in [0, 1), got '1'"),
+    "sparsity of one": (["--sparsity", "1"], "--sparsity must be in [0, 1), such as 0.5 for 50 %, got '1'"),
     "negative sparsity": (["--sparsity=-0.1"], "--sparsity must be a decimal"),
     "sparsity that is no number": (["--sparsity", "half"], "--sparsity must be a decimal"),
     "conflicting pattern": (["--sparsity", "0.75", "--pattern", "2:4"], "contradicts --pattern 2:4"),

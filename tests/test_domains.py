@@ -344,7 +344,7 @@ def test_the_record_the_summary_the_report_and_the_card_show_the_domains(folder,
     domains = json.loads((folder / "out" / "fwanda.json").read_text())["domains"]
     assert [set(d) for d in domains] == 2 * [{"source", "calibrated", "unread", "windows", "dense", "wanda", "pruned"}]
     assert [d["source"] for d in domains] == [text, guard]
-    lines = [line for line in shown.splitlines() if line.startswith("domain ")]
+    lines = [line for line in shown.splitlines() if "  Wanda " in line]
     assert main(["report", str(folder / "out")]) == 0
     block = capsys.readouterr().out.split("\n\n")[-1].splitlines()[2:]
     card = (folder / "out" / "README.md").read_text().split("## Mean loss by domain")[1].splitlines()[4:6]

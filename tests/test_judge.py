@@ -43,7 +43,7 @@ class Scripted:
     def shared_prefix(self):
         return None
 
-    def window_losses(self, tokens, masks=None, prefix=None):
+    def window_losses(self, tokens, masks=None, label=None, prefix=None):
         return torch.tensor(next(self._losses), dtype=torch.float64).repeat_interleave(len(tokens) // len(NAMES))
 
 

@@ -474,7 +474,7 @@ def can_mount() -> bool:
 # KiB of the disk, windows of text: the weights take 71 KiB, the tokens of 400 windows and of the domains 84
 FULL_DISKS = {
     "before the run": (8, 16),
-    "keeping the statistics": (88, 400),
+    "keeping the statistics": (112, 400),
     "before saving": (80, 16),
     "saving": (104, 16),
 }

@@ -162,7 +162,8 @@ def _add_eval(commands) -> None:
         "any task of lm-eval (default: %(default)s)",
     )
     _add_task_settings(parser)
-    _add_settings(parser, "eval", "bos", "place")
+    tokens = "tokens in an evaluation window (default: as in the report beside the model, else 2048)"
+    _add_settings(parser, "eval", "bos", "place", eval_seqlen=tokens)
 
 
 def _add_sweep(commands) -> None:

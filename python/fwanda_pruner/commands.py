@@ -293,7 +293,7 @@ def evaluate(args: argparse.Namespace) -> Result:
     _check_texts(eval=config.eval)
     from .run.pipeline import evaluate_model
 
-    config = replace(config, bos=_recorded_bos(args.model, config))
+    config = _as_recorded(args.model, config)
     with planned([StageName.LOAD.title, "perplexity and zeros", *(["tasks"] if tasks else [])]):
         model, tokenizer = _load(args, config)
         begin_stage("perplexity and zeros")
@@ -307,13 +307,17 @@ def evaluate(args: argparse.Namespace) -> Result:
     return Result(json.dumps({"model": args.model, **result}, indent=1))
 
 
-def _recorded_bos(model: str, config: PruneConfig) -> str:
-    """--bos; "auto" becomes what the dense model decided, if the model is a folder that fwanda wrote."""
+def _as_recorded(model: str, config: PruneConfig) -> PruneConfig:
+    """The settings; BOS and window length, if not given, are those of the report beside the model."""
     from .report.record import FILE_NAME, Report
 
-    if config.bos != "auto" or not Path(model, FILE_NAME).is_file():
-        return config.bos
-    return {None: "auto", True: "window", False: "none"}[Report.load(model).bos]
+    if not Path(model, FILE_NAME).is_file():
+        return config
+    report = Report.load(model)
+    if config.bos == "auto":
+        config = replace(config, bos={None: "auto", True: "window", False: "none"}[report.bos])
+    lengths = {text["seqlen"] for text in report.perplexity}
+    return replace(config, eval_seqlen=lengths.pop()) if config.eval_seqlen is None and len(lengths) == 1 else config
 
 
 def _task_settings(args: argparse.Namespace) -> dict:

@@ -123,7 +123,7 @@ def check_sparsity(sparsity: str | None, pattern: str | None) -> None:
         except (ValueError, ZeroDivisionError):
             valid = False
         if not valid:
-            raise UserError(f"--sparsity must be a decimal in [0, 1), got {show(sparsity)}")
+            raise UserError(f"--sparsity must be in [0, 1), such as 0.5 for 50 %, got {show(sparsity)}")
     if pattern is None:
         return
     match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", pattern)

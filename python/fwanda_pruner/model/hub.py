@@ -3,9 +3,10 @@
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-from ..errors import UserError, one_line
+from ..errors import UserError, did_you_mean, one_line
 
 _CONFIG = "config.json"
+_OWN_NAMES = ("smollm2",)
 _SECONDS = 5  # for the one request
 
 
@@ -31,7 +32,7 @@ def hub_options(name: str) -> dict[str, bool]:
         return {"local_files_only": True}
     raise UserError(
         f"model {name!r}: no such folder, and the Hugging Face hub cannot be asked ({reason}); check the name, or the "
-        f"network"
+        f"network{did_you_mean(name, _OWN_NAMES)}"
     )
 
 
@@ -46,7 +47,7 @@ def _ask(name: str) -> str | None:
     except RepositoryNotFoundError:
         raise UserError(
             f"model {name!r}: no such folder, and the Hugging Face hub has no such model; check the name (for a "
-            f"private model, run: hf auth login)"
+            f"private model, run: hf auth login){did_you_mean(name, _OWN_NAMES)}"
         ) from None
     except HFValidationError:
         raise

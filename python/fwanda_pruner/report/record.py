@@ -189,7 +189,7 @@ class Report:
             json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed
             return cls.from_dict(data)
         except FileNotFoundError:
-            raise UserError(f"report {path}: found no file {file.name}; give {FILE_NAME} or its folder") from None
+            raise UserError(f"report {path}: there is no {file.name}; give a {FILE_NAME} or its folder") from None
         except UserError as error:
             raise UserError(f"report {file}: {error}") from None
         except (OSError, ValueError, RecursionError, OverflowError) as error:

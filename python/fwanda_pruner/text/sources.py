@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..errors import UserError, one_line, show
+from ..errors import UserError, did_you_mean, one_line, show
 from ..model.cache import file_sha256
 from ..notes import muted
 from ..source_shares import OWN_TEXT
@@ -257,7 +257,7 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
         import datasets
     except ImportError:
         raise UserError(
-            f"{source}: loading it needs the datasets package: pip install datasets, or {_WAY_OUT}"
+            f"{source}: loading it needs the datasets package: pip install datasets, or {_WAY_OUT}{_like(source)}"
         ) from None
     what = f"the data set {path} cannot be loaded" if path else "no such file, and no data set that can be loaded"
     what = "the folder cannot be loaded" if os.path.isdir(source) else what
@@ -271,7 +271,7 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
                 continue
             missing = not answered and isinstance(error, OSError)
             reason = "the Hugging Face Hub does not answer, and no copy is cached" if missing else one_line(error)
-            raise UserError(f"{source}: {what}: {reason}; {_WAY_OUT}") from error
+            raise UserError(f"{source}: {what}: {reason}; {_WAY_OUT}{_like(source)}") from error
     names = dataset.column_names
     column = next((name for name in FIELDS if name in names), None)
     if column is None:
@@ -280,6 +280,10 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
         raise UserError(f'{source}: the column "text" must hold strings, got {show(dataset.features["text"])}')
     warn_of_missing(source, dataset.data.column(column).null_count, len(dataset))
     return _DatasetRows(source, dataset, column)
+
+
+def _like(source: str) -> str:
+    return "" if source in NAMED else did_you_mean(source, [*NAMED, OWN_TEXT])
 
 
 @contextmanager
