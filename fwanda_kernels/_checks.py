@@ -11,7 +11,8 @@ import contextlib
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import torch
@@ -29,6 +30,9 @@ _BAD_TEXT = {
 }
 
 
+_LEAST, _MOST = -1.797e308, 1.797e308  # beyond lies what float() takes for infinite, or refuses
+_EXPONENT = re.compile(r"e[-+]?[\d_]{4}", re.IGNORECASE)  # of a decimal, with four digits or more
+
 # shapes, dtypes, devices and host values
 
 
@@ -41,14 +45,27 @@ def describe_tensor(tensor: Tensor) -> str:
     return describe(tensor.shape, (tensor.dtype,), tensor.device)
 
 
+def expect_dense(op: str, name: str, value: object) -> None:
+    """Raise unless the value is a tensor with strides: not a list, an array of numpy, a sparse or a nested tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{op}: {name} must be a torch.Tensor, got {_shown(value)}")
+    if torch.compiler.is_compiling():  # inside an autograd function, dynamo reads no layout
+        return
+    if value.layout != torch.strided or value.is_nested:
+        layout = "a nested tensor" if value.is_nested else f"the layout {value.layout}"
+        raise ValueError(f"{op}: {name} must be a dense tensor, got {layout}; pass tensor.to_dense()")
+
+
 def expect(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtypes: tuple[torch.dtype, ...], like: Tensor):
     """Raise unless the tensor has this shape, one of these dtypes and the device of `like`."""
+    expect_dense(op, name, tensor)
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes or tensor.device != like.device:
         expected = describe(shape, dtypes, like.device)
         raise ValueError(f"{op}: {name} must be {expected}, got {describe_tensor(tensor)}")
 
 
 def expect_weight(op: str, weight: Tensor, name: str = "weight") -> None:
+    expect_dense(op, name, weight)
     if weight.dim() != 2 or weight.dtype not in WEIGHT_DTYPES:
         expected = describe(("R", "C"), WEIGHT_DTYPES, "any device")
         raise ValueError(f"{op}: {name} must be {expected}, got {describe_tensor(weight)}")
@@ -60,6 +77,9 @@ def expect_bad(op: str, bad: Tensor | None, like: Tensor, size: int = 1) -> None
 
 
 def expect_lists(op: str, **lists: Sequence) -> None:
+    for name, values in lists.items():
+        if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+            raise ValueError(f"{op}: {name} must be a list, got {_shown(values)}")
     lengths = {name: len(values) for name, values in lists.items()}
     if len(set(lengths.values())) != 1 or not min(lengths.values()):
         got = ", ".join(f"{length} {name}" for name, length in lengths.items())
@@ -72,6 +92,7 @@ def expect_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def expect_tokens(op: str, x: Tensor, token_mask: Tensor | None, name: str = "x") -> None:
+    expect_dense(op, name, x)
     if x.dim() < 2 or x.dtype not in WEIGHT_DTYPES:
         expected = describe(("...", "C"), WEIGHT_DTYPES, "any device")
         raise ValueError(f"{op}: {name} must be {expected}, got {describe_tensor(x)}")
@@ -88,6 +109,7 @@ def expect_pattern(op: str, n: int, m: int) -> tuple[int, int]:
 
 
 def expect_hessian(op: str, hessian: Tensor) -> None:
+    expect_dense(op, "hessian", hessian)
     if hessian.dim() != 2:
         raise ValueError(f"{op}: hessian must be [C, C] float32, got {describe_tensor(hessian)}")
     expect(op, "hessian", hessian, (hessian.shape[0], hessian.shape[0]), FP32, hessian)
@@ -107,38 +129,53 @@ def expect_sparsity(op: str, sparsity: float | Fraction | str) -> None:
     if torch.compiler.is_compiling():  # torch 2.10 cannot trace fractions; the op itself reads the sparsity again
         return
     try:
-        valid = 0 <= Fraction(str(sparsity)) <= 1
+        text = str(sparsity)
+        # a Fraction of 1e-999999999 has a billion digits
+        valid = _EXPONENT.search(text) is None and 0 <= Fraction(text) <= 1
     except (ValueError, ZeroDivisionError):
         valid = False
     if not valid:
-        raise ValueError(f"{op}: sparsity must be in [0, 1], got {sparsity}")
+        raise ValueError(f"{op}: sparsity must be in [0, 1], got {_number(sparsity)}")
 
 
 def as_count(op: str, name: str, value: int) -> int:
     """The value as an int, if it is one or a numpy integer; a bool, a float such as 9.0 or a tensor is none.
 
     Raises:
-        ValueError: the value is no integer. The caller checks the range.
+        ValueError: the value is no integer, or does not fit 64 bits. The caller checks the range.
     """
-    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+    if isinstance(value, torch.SymInt):
         return value
     if not isinstance(value, (bool, Tensor)) and hasattr(value, "__index__"):
         with contextlib.suppress(TypeError):  # an array of more than one integer, and numpy's bool
-            return operator.index(value)
+            count = operator.index(value)
+            if -(2**63) <= count < 2**63:
+                return count
+            raise ValueError(f"{op}: {name} must be an integer of at most 64 bits, got one of {count.bit_length()}")
     raise ValueError(f"{op}: {name} must be an integer, got {_shown(value)}")
 
 
 def expect_number(op: str, name: str, value: float, expected: str) -> None:
     """Raise unless the value is a finite real number; a bool, a string or a tensor is none."""
     real = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
-    if not real or not -math.inf < value < math.inf:
-        raise ValueError(f"{op}: {name} must be {expected}, got {value if real else _shown(value)}")
+    if not real or not _LEAST < value < _MOST:
+        raise ValueError(f"{op}: {name} must be {expected}, got {_number(value)}")
+
+
+def _number(value: object) -> object:
+    """A number as it is in a message; what is none, or is very long, as _shown()."""
+    real = isinstance(value, (float, Fraction, str)) or (isinstance(value, int) and value.bit_length() < 64)
+    return value if real and not isinstance(value, bool) and len(str(value)) < 80 else _shown(value)
 
 
 def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {describe_tensor(value)}"
-    return f"{' '.join(repr(value).split())[:80]} ({type(value).__name__})"
+    try:
+        text = " ".join(repr(value).split())[:80]
+    except ValueError:  # an integer of more than 4,300 digits
+        text = "a very long number"
+    return f"{text} ({type(value).__name__})"
 
 
 def expect_apart(op: str, name: str, tensors: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ BACKENDS = (*MODULES, "reference")
 ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_forced: str | None = None
+_forced: tuple[list[str], ...] = ()  # the open blocks of use_backend(), the last entered at the end: [name] each
+_forcing = Lock()
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def _candidates(device: str) -> tuple[str, ...]:
 
 def forced_backend() -> str | None:
     """Name of the backend that use_backend() or FWANDA_BACKEND asks for, or None."""
-    name = _forced or os.environ.get("FWANDA_BACKEND") or None
+    blocks = _forced
+    name = (blocks[-1][0] if blocks else None) or os.environ.get("FWANDA_BACKEND") or None
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r} (use_backend or FWANDA_BACKEND)")
     return name
@@ -172,18 +175,22 @@ def _refusal(name: str, device: str) -> str:
 def use_backend(name: str) -> Iterator[None]:
     """Force one backend for the calls inside the block; it then serves or raises BackendError.
 
-    The environment variable FWANDA_BACKEND does the same for a whole process.
+    It counts for all threads, because backward passes run in threads of their own; of several open blocks, the one
+    entered last counts. The environment variable FWANDA_BACKEND does the same for a whole process.
 
     Raises:
         ValueError: name is not a backend.
     """
     global _forced
-    previous, _forced = _forced, name
+    block = [name]
+    with _forcing:
+        _forced = (*_forced, block)
     try:
         forced_backend()
         yield
     finally:
-        _forced = previous
+        with _forcing:  # blocks of several threads may end in any order
+            _forced = tuple(other for other in _forced if other is not block)
 
 
 def backends() -> dict[str, dict[str, list[str]]]:

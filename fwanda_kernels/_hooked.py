@@ -112,7 +112,9 @@ def is_own(op: str, name: str, module: nn.Module, called: nn.Module) -> bool:
 
 
 def expect_modules(op: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Raise ValueError unless every value is a module; returns a dict."""
+    """Raise ValueError unless it is a mapping whose values are modules; returns a dict."""
+    if not isinstance(modules, Mapping):
+        raise ValueError(f"{op}: modules must map names to modules, e.g. {{'fc': layer}}, got {type(modules).__name__}")
     for name, module in modules.items():
         if not isinstance(module, nn.Module):
             raise ValueError(f"{op}: {name} must be an nn.Module, got {type(module).__name__}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import as_count, expect_number
+from ._checks import as_count, expect_dense, expect_lists, expect_number
 
 _SMALLEST = 2.0**-900  # a smaller share of the largest signal counts as 0
 _EXACT_INTEGERS = 2**53
@@ -66,12 +66,11 @@ def allocate_budgets(
     Raises:
         ValueError: as allocate_row_budgets(), naming the entry.
     """
-    if not vs or not len(vs) == len(totals) == len(k_max):
-        raise ValueError(
-            f"allocate_budgets: vs, totals and k_max must be non-empty lists of one length, "
-            f"got {len(vs)}, {len(totals)} and {len(k_max)}"
-        )
-    op, sizes = "allocate_budgets", [v.numel() for v in vs]
+    op = "allocate_budgets"
+    expect_lists(op, vs=vs, totals=totals, k_max=k_max)
+    for i, v in enumerate(vs):
+        expect_dense(op, f"vs[{i}]", v)
+    sizes = [v.numel() for v in vs]
     k_min = as_count(op, "k_min", k_min)
     totals = [as_count(op, f"totals[{i}]", total) for i, total in enumerate(totals)]
     k_max = [as_count(op, f"k_max[{i}]", most) for i, most in enumerate(k_max)]
@@ -129,11 +128,10 @@ def global_row_scales(
     Kronecker-diagonal estimate of how much the summed loss grows if W_ij is removed. Waits for the device once; reads
     each weight once. Source: ours, from the Fisher information of the paper.
     """
-    if not weights or not len(weights) == len(omegas) == len(norms):
-        raise ValueError(
-            f"global_row_scales: weights, omegas and norms must be non-empty lists of one length, "
-            f"got {len(weights)}, {len(omegas)} and {len(norms)}"
-        )
+    lists = {"weights": weights, "omegas": omegas, "norms": norms}
+    expect_lists("global_row_scales", **lists)
+    for name, i in ((name, i) for name, tensors in lists.items() for i in range(len(tensors))):
+        expect_dense("global_row_scales", f"{name}[{i}]", lists[name][i])
     for i, (weight, omega, norm) in enumerate(zip(weights, omegas, norms, strict=True)):
         if weight.dim() != 2 or weight.shape != (*omega.shape, *norm.shape):
             raise ValueError(

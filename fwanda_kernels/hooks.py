@@ -9,6 +9,7 @@ from threading import RLock
 import torch
 from torch import Tensor, nn
 
+from ._checks import FP32, expect, expect_dense
 from ._hooked import Hook, expect_modules, free_name, input_of, is_own, output_of, recomputing
 from ._layer_sums import LastInput, LayerStatistics, Pending, Reduced, Sums, observe
 from .ops.obs import accumulate_gram_
@@ -97,8 +98,10 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     @token_mask.setter
     def token_mask(self, mask: Tensor | None) -> None:
-        if mask is not None and mask.dtype != torch.bool:
-            raise ValueError(f"collect_statistics: token_mask must be bool, got {mask.dtype}")
+        if mask is not None:
+            expect_dense(_OP, "token_mask", mask)
+            if mask.dtype != torch.bool:
+                raise ValueError(f"collect_statistics: token_mask must be bool, got {mask.dtype}")
         self._token_mask = mask
         self._kept_tokens = None if mask is None else int(mask.sum())
         for sums in self._sums.values():
@@ -179,6 +182,12 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             )
         return mask.to(x.device)
 
+    def _check_initial(self, name: str, x: Tensor, output: Tensor) -> None:
+        start = self._initial.get(name)
+        if start is not None:
+            expect(_OP, f"initial[{name!r}].x2", start.x2, x.shape[-1:], FP32, start.x2)
+            expect(_OP, f"initial[{name!r}].g2", start.g2, output.shape[-1:], FP32, start.x2)
+
     def _add_input(self, name: str, x: Tensor, mask: Tensor | None, output: Tensor) -> None:
         """Add the sums of one input; modules called with the same tensor share them."""
         if not self._last_input.matches(x, self._token_mask):
@@ -188,6 +197,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         reduced = self._last_input.value
         if name not in self._sums:
             with torch.inference_mode(False):  # later passes add to them outside inference mode
+                self._check_initial(name, x, output)
                 start = self._initial.pop(name, None)
                 self._sums[name] = Sums(x, output, self._token_mask, reduced.leader, start)
         sums = self._sums[name]

@@ -300,6 +300,14 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A hooked module returns a tuple, or gets its input by an unexpected keyword",
         "measured; what has no input or output of floats is an error of one line that names the module",
     ),
+    "not a tensor": (
+        "An op gets a list, an array, a sparse tensor, or sums of another size",
+        "one line that names the op and the argument; nothing is changed",
+    ),
+    "huge number": (
+        "A number has a billion digits, or more than 64 bits",
+        "refused at once, in one line",
+    ),
     "zero sizes": ("A matrix or batch has a dimension of size 0", "every op serves it, on every backend"),
     "overlap": (
         "Weights overlap in memory (expanded, as_strided, twice in a list), and counts are off",

@@ -443,3 +443,21 @@ def test_an_error_that_nobody_expects_is_one_line(monkeypatch, capsys):
     monkeypatch.setenv("FWANDA_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("prune", "MODEL", "--output", "OUT", "--push-to-hub", ""),
+        ("prune", "MODEL", "--output", "OUT", "--statistics", ""),
+        ("prune", "MODEL", "--output", "OUT", "--config="),
+        ("prune", "MODEL", "--output", ""),
+        ("eval", "MODEL", "--eval-data", ""),
+        ("report", "MODEL", "--html", ""),
+    ],
+    ids=lambda command: command[-1] or command[-2],
+)
+def test_an_empty_value_of_a_flag_is_not_taken_for_no_flag(command, folder, tmp_path, capsys):
+    names = {"MODEL": str(folder), "OUT": str(tmp_path / "out")}
+    assert main([names.get(word, word) for word in command]) == 2
+    assert "expected a value, got an empty one" in capsys.readouterr().err and not (tmp_path / "out").exists()

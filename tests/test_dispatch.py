@@ -174,3 +174,17 @@ def test_import_loads_no_backend_no_triton_no_transformers_and_takes_no_gpu():
     )
     path = os.pathsep.join(folder for folder in sys.path if folder)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+
+
+@without_interpreter
+def test_blocks_of_threads_that_end_in_any_order_leave_no_backend_forced():
+    first, second = fk.use_backend("triton"), fk.use_backend("reference")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert call().sum() == 4
+    with fk.use_backend("triton"):
+        second.__exit__(None, None, None)
+        with pytest.raises(fk.BackendError):
+            call()
+    assert call().sum() == 4

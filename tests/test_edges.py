@@ -1,7 +1,9 @@
 """Sizes of zero in every dimension, and memory that overlaps: exact where there is an answer, else one line."""
 
 import copy
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 
@@ -217,3 +219,99 @@ def test_arguments_that_are_only_read_may_be_expanded():
     total = torch.zeros(4)
     fk.accumulate_sq_sums_(total, one.expand(5, 4), token_mask=torch.tensor([True]).expand(5))
     assert total.tolist() == [5] * 4
+
+
+# values of other kinds
+
+NO_TENSORS = {
+    "a list": [[1.0, 2.0]] * 6,
+    "an array": np.ones((6, 16), np.float32),
+    "None": None,
+    "sparse": torch.ones(6, 16).to_sparse(),
+    "sparse rows": torch.ones(6, 16).to_sparse_csr(),
+}
+TENSOR_CALLS = WEIGHT_CALLS | {
+    "accumulate_sq_sums_": lambda x: fk.accumulate_sq_sums_(torch.zeros(16), x),
+    "accumulate_gram_": lambda x: fk.accumulate_gram_(torch.zeros(16, 16), x),
+    "obs_factor": lambda h: fk.obs_factor(h),
+    "pack_mask": lambda m: fk.pack_mask(m),
+    "masked_weight": lambda w: fk.masked_weight(w, torch.ones(6, 2, dtype=torch.uint8)),
+    "removed_sums": lambda g: fk.removed_sums(g, torch.ones(6, 16), torch.ones(16, 16), torch.ones(16, 2).byte()),
+    "compress_24": lambda w: fk.compress_24(w, torch.ones(16)),
+    "allocate_row_budgets": lambda v: fk.allocate_row_budgets(v, 9, k_max=3),
+    "global_row_scales": lambda w: fk.global_row_scales([w], [torch.ones(6)], [torch.ones(16)]),
+}
+
+
+@pytest.mark.fault("not a tensor")
+@pytest.mark.parametrize("value", NO_TENSORS)
+@pytest.mark.parametrize("op", TENSOR_CALLS)
+def test_what_is_no_dense_tensor_is_one_line(op, value):
+    with pytest.raises(ValueError, match=r"must be a (torch.Tensor, got|dense tensor, got the layout)") as error:
+        TENSOR_CALLS[op](NO_TENSORS[value])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("not a tensor")
+@pytest.mark.parametrize("weights", [None, "w", {"a": 1}, (torch.ones(6, 16) for _ in range(1)), torch.ones(6, 16)])
+def test_lists_of_matrices_are_lists(weights):
+    with pytest.raises(ValueError, match=r"^foreach_row_topk_prune_: weights(\[0\])? must be"):
+        fk.foreach_row_topk_prune_(weights, [torch.ones(16)] * 6, [torch.full((6,), 3)] * 6)
+
+
+@pytest.mark.fault("not a tensor")
+@pytest.mark.parametrize("modules", [None, [torch.nn.Linear(2, 2)], torch.nn.Linear(2, 2)])
+@pytest.mark.parametrize("collect", [fk.collect_statistics, fk.collect_hessians])
+def test_modules_are_given_by_name(collect, modules):
+    with pytest.raises(ValueError, match="modules must map names to modules"), collect(modules):
+        pass
+
+
+@pytest.mark.fault("not a tensor")
+@pytest.mark.parametrize(
+    "x2, g2, message",
+    [
+        (torch.ones(3), torch.ones(5), r"initial\['fc'\].x2 must be \[4\] float32"),
+        (torch.ones(4), torch.ones(4), r"initial\['fc'\].g2 must be \[5\] float32"),
+        (torch.ones(4), None, r"initial\['fc'\].g2 must be a torch.Tensor, got None"),
+    ],
+)
+def test_sums_to_continue_from_must_fit_the_module(x2, g2, message):
+    layer = torch.nn.Linear(4, 5)
+    with fk.collect_statistics({"fc": layer}, {"fc": fk.LayerStatistics(x2, g2, 2)}):
+        with pytest.raises(ValueError, match=message):
+            layer(torch.ones(2, 4))
+
+
+# numbers of any size
+
+
+@pytest.mark.fault("huge number")
+@pytest.mark.parametrize(
+    "sparsity", ["1e-999999999", "1e999999999", Decimal("1e-99999999"), "1E-1_000_000_000", 10**5000], ids=list("abcde")
+)
+def test_a_sparsity_of_a_billion_digits_is_refused_at_once(sparsity):
+    with pytest.raises(ValueError, match=r"^obs_prune_: sparsity must be in \[0, 1\], got") as error:
+        fk.obs_prune_(torch.ones(2, 4), torch.eye(4), sparsity=sparsity)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.fault("huge number")
+@pytest.mark.parametrize("value", [10**30, 10**5000, -(10**5000)], ids=["30", "5000", "-5000"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda n: fk.row_topk_mask(torch.ones(2, 4), torch.ones(4), n),
+        lambda n: fk.nm_mask(torch.ones(2, 4), torch.ones(4), 2, n),
+        lambda n: fk.select_threshold([torch.ones(2, 4)], [torch.ones(2)], [torch.ones(4)], n),
+        lambda n: fk.obs_prune_(torch.ones(2, 4), torch.eye(4), pattern=(2, n)),
+        lambda n: fk.obs_prune_(torch.ones(2, 4), torch.eye(4), sparsity=0.5, block=n),
+        lambda n: fk.obs_factor(torch.eye(4), n * 10**300),
+        lambda n: fk.allocate_row_budgets(torch.ones(2), n, k_max=4),
+        lambda n: fk.LayerStatistics(torch.ones(4), None, n),
+    ],
+)
+def test_numbers_beyond_64_bits_are_one_line(call, value):
+    with pytest.raises(ValueError, match="must be") as error:
+        call(value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 200

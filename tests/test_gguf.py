@@ -208,6 +208,7 @@ def forget_home(monkeypatch):
     ("variables", "expected"),
     [
         ({"FWANDA_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
+        ({"FWANDA_CACHE": "~/a", "HOME": "/c"}, "/c/a"),
         ({"FWANDA_CACHE": "", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/fwanda"),
         ({"XDG_CACHE_HOME": "relative", "HOME": "/c"}, "/c/.cache/fwanda"),
     ],
@@ -270,7 +271,7 @@ def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path, monkeypatch
 def test_doctor_says_what_the_cache_holds_and_how_to_clear_it(file, capsys):
     assert main(["doctor"]) == 0
     assert (
-        f"{file.parent / 'cache'} holds 0.0 MiB, converted GGUF models: 0; delete that folder"
+        f"{file.parent / 'cache'} holds 0.0 MiB, converted GGUF models: 0; to clear it, delete the folders"
         in capsys.readouterr().out
     )
     load_silently(file)
@@ -281,7 +282,7 @@ def test_doctor_says_what_the_cache_holds_and_how_to_clear_it(file, capsys):
 @pytest.mark.fault("no home")
 def test_doctor_says_why_there_is_no_cache(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    for place in ("file", "file/cache"):
+    for place in ("file", "file/cache", "a" * 300):
         monkeypatch.setenv("FWANDA_CACHE", str(tmp_path / place))
         assert main(["doctor"]) == 0
         assert f"{tmp_path / place} cannot be written; set FWANDA_CACHE" in capsys.readouterr().out

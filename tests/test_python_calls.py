@@ -1,5 +1,7 @@
 """The functions of the package, called from Python in any way: one calling style, and one line for each mistake."""
 
+import threading
+
 import pytest
 import tiny
 import torch
@@ -211,3 +213,37 @@ def test_masks_of_another_model_or_of_no_report_are_one_line():
         dict(masks(tiny.llama(num_hidden_layers=1), report))
     with pytest.raises(UserError, match="report must be a Report, got NoneType"):
         dict(masks(tiny.llama(), None))
+
+
+# Threads
+
+
+@pytest.mark.fault("threads")
+def test_a_model_in_use_is_refused_to_other_threads_and_free_afterwards():
+    model, found = tiny.llama(), []
+
+    def second(*_):
+        if not found:
+            thread = threading.Thread(target=lambda: found.append(refusal()))
+            thread.start()
+            thread.join()
+
+    def refusal():
+        with pytest.raises(UserError) as error:
+            prune(model, method="wanda", **QUIET)
+        return str(error.value)
+
+    hook = model.model.layers[0].register_forward_hook(second)
+    prune(model, method="wanda", **QUIET)
+    hook.remove()
+    assert found == ["another thread prunes or measures this model at this time; wait for it, or give a copy"]
+    assert prune(model, method="wanda", sparsity=0.75, **QUIET).sparsity["matrices"] == 0.75
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("call", [prune, collect, evaluate_model])
+def test_a_head_without_weights_is_refused(call):
+    model = tiny.llama()
+    model.lm_head = torch.nn.Identity()
+    with pytest.raises(UserError, match="which has no output head"):
+        call(model)

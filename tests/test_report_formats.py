@@ -81,3 +81,26 @@ def test_a_wrong_format_is_one_line(flags, expected, runs, capsys, tmp_path, mon
     assert main(["report", *runs, *flags]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err and captured.out == "" and not list(tmp_path.glob("*.html"))
+
+
+@pytest.mark.fault("names in a page")
+def test_no_name_of_a_record_controls_the_terminal_or_breaks_a_row_of_the_table(tmp_path, capsys):
+    evil = "a\x1b[31mb\nc\x07\u202ed\u2028e"
+    perplexity = [{"dense": 6.0, "pruned": 7.0, **PROTOCOL, "source": evil}]
+    config = {"model": evil, "method": evil, "allocation": evil}
+    report = make_report(perplexity=perplexity, domains=[domain(evil)], config=config)
+    (tmp_path / "fwanda.json").write_text(json.dumps(report.to_dict()))
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert not set("\x1b\x07\u202e\u2028") & set(out) and "\nc" not in out and out.count("\ufffd") >= 6
+
+
+@pytest.mark.fault("names in a page")
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_is_no_json_is_refused_wherever_it_stands(number, tmp_path, capsys):
+    for config in ({"power": "HERE"}, {}):
+        report = make_report(config=config, seconds={"prune": 1.0}, energy=12.5)
+        text = json.dumps(report.to_dict()).replace('"HERE"' if config else "12.5", number)
+        (tmp_path / "fwanda.json").write_text(text)
+        assert main(["report", str(tmp_path), "--format", "json"]) == 2
+        assert "cannot be read as JSON" in capsys.readouterr().err

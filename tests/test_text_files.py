@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 import tiny
@@ -231,3 +232,24 @@ def test_a_conversation_without_a_chat_template_is_refused(tmp_path):
     for tokenizer in (tiny.tokenizer(), None):
         said = refusal(tmp_path / "a.jsonl", lines({"messages": CHAT}), tokenizer)
         assert "line 1: a conversation needs a tokenizer with a chat template" in said
+
+
+# what is no regular file
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.txt.gz", "a.parquet"])
+def test_a_pipe_or_a_device_is_refused_instead_of_waiting_for_its_end(name, tmp_path):
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / name)
+    (tmp_path / name).symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe" / name, tmp_path / name):
+        with pytest.raises(UserError, match="is a pipe or a device; write the text to a file first"):
+            load_documents(str(path), purpose="calibration")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array(["a b"])
+    parquet.write_table(pyarrow.table([column, column], names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="2 columns are named 'text'; rename all but one"):
+        load_documents(str(tmp_path / "a.parquet"), purpose="calibration")

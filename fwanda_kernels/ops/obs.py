@@ -300,7 +300,7 @@ def obs_prune_(
     if mask is not None:
         checks.expect(op, "mask", mask, (rows, cols), BOOL, weight)
     if pattern is not None:
-        if len(pattern) != 2:
+        if not isinstance(pattern, (tuple, list)) or len(pattern) != 2:
             raise ValueError(f"{op}: pattern must be two integers (n, m), keep n of m, got {pattern!r}")
         pattern = list(checks.expect_pattern(op, *pattern))
     if row_weight is not None:

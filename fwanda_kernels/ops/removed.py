@@ -42,6 +42,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 
     Moves 1.125 B per weight.
     """
+    checks.expect_dense("pack_mask", "mask", mask)
     if mask.dim() != 2:
         expected = checks.describe(("R", "C"), BOOL, "any device")
         raise ValueError(f"pack_mask: mask must be {expected}, got {checks.describe_tensor(mask)}")

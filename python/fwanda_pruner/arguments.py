@@ -33,6 +33,9 @@ class _Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:  # here the parser of the command speaks, not the one of all commands
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        for action in self._actions:
+            if action.option_strings and getattr(namespace, action.dest, None) == "":  # an unset variable of a shell?
+                self.error(f"argument {action.option_strings[0]}: expected a value, got an empty one")
         return namespace, unknown
 
     def print_help(self, file=None):

@@ -5,6 +5,8 @@ import reprlib
 import unicodedata
 from collections.abc import Iterable
 
+_BIDI = ("LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+
 
 class UserError(ValueError):
     """A mistake in the input that the user can fix.
@@ -49,6 +51,15 @@ def shortened(text: str, limit: int = 80) -> str:
     """Any text on one line of at most `limit` characters, with control characters escaped."""
     text = ascii(text)[1:-1] if not text.isprintable() else text
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def visible(text: str) -> str:
+    """A text whose control characters, and those that turn or break the text around them, are U+FFFD."""
+    return text if text.isprintable() else "".join("\ufffd" if _hides(character) else character for character in text)
+
+
+def _hides(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(character) in _BIDI
 
 
 def show(value, limit: int = 80) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UserError
 
@@ -39,7 +39,8 @@ def expect_model(model: Any) -> None:
         raise UserError(f"{wanted}, got {name}, which is of another task; load it by AutoModelForCausalLM")
     if _found(model.get_input_embeddings) is None:
         raise UserError(f"{wanted}, got {name}, whose get_input_embeddings() does not find its token embedding")
-    if _found(model.get_output_embeddings) is None:
+    head = _found(model.get_output_embeddings)
+    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
         raise UserError(f"{wanted}, got {name}, which has no output head; load it by AutoModelForCausalLM")
 
 

@@ -41,7 +41,7 @@ def cache_folder() -> Path:
         NotKept: there is no home folder, and FWANDA_CACHE is not set.
     """
     if chosen := os.environ.get("FWANDA_CACHE"):
-        return Path(chosen).absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     if os.path.isabs(shared := os.environ.get("XDG_CACHE_HOME", "")):
         return Path(shared, "fwanda")
     if home := home_folder():
@@ -63,7 +63,7 @@ def kept_folder(key: str) -> Path | None:
             return folder
     except NotKept:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NotKept(f"{folder} cannot be read ({error})") from None
     raise NotKept(f"{folder} has changed since it was written")
 
@@ -119,11 +119,17 @@ def describe_cache() -> str:
     except NotKept as error:
         return f"none: {error}"
     parent = next(path for path in (root, *root.parents) if os.path.lexists(path))
-    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError
+        sums = list(root.glob(f"*/{_SUMS}"))
+        size = sum(file.stat().st_size for path in sums for file in path.parent.iterdir())
+    except OSError:
         return f"{root} cannot be written; set FWANDA_CACHE to another folder to keep converted GGUF models"
-    sums = list(root.glob(f"*/{_SUMS}"))
-    size = sum(file.stat().st_size for path in sums for file in path.parent.iterdir())
-    return f"{root} holds {size_text(size)}, converted GGUF models: {len(sums)}; delete that folder to clear it"
+    return (
+        f"{root} holds {size_text(size)}, converted GGUF models: {len(sums)}; to clear it, delete the folders in it "
+        f"that hold {_SUMS}"
+    )
 
 
 def size_text(count: int) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 
-from ..errors import UserError, install_hint, shortened
+from ..errors import UserError, install_hint, shortened, visible
 from ..formats.files import atomic_file, check_file
 from . import page
 from .record import Report
@@ -14,7 +13,6 @@ from .summary import skipped_lines
 _TEMPLATE = "page.html.j2"
 _SHADES = 48  # colours of a heat map
 _DRAWN = 8  # runs in one chart
-_BIDI = ("LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 def write_html(reports: dict[str, Report], path: str | Path) -> None:
@@ -61,13 +59,7 @@ def render(reports: dict[str, Report]) -> str:
 
 def _visible(value):
     """A value of the template; characters of a text that control how others are shown become U+FFFD."""
-    if isinstance(value, str) and not hasattr(value, "__html__") and not value.isprintable():
-        return "".join("\ufffd" if _hides(character) else character for character in value)
-    return value
-
-
-def _hides(character: str) -> bool:
-    return unicodedata.category(character) in ("Cc", "Cs") or unicodedata.bidirectional(character) in _BIDI
+    return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _values(reports: dict[str, Report], charts) -> dict:

@@ -186,7 +186,8 @@ class Report:
         try:
             file = path / FILE_NAME if path.is_dir() else path
             data = json.loads(file.read_text(encoding="utf-8"))
-            json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair cannot be printed
+            # half a surrogate pair cannot be printed, and no record holds NaN or Infinity, which are no JSON
+            json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
             return cls.from_dict(data)
         except FileNotFoundError:
             raise UserError(f"report {path}: there is no {file.name}; give a {FILE_NAME} or its folder") from None

@@ -5,7 +5,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-from ..errors import shortened
+from ..errors import shortened, visible
 from ..source_shares import counts_of
 from .record import FILE_NAME, MatrixRow, Report
 
@@ -26,9 +26,8 @@ def table(reports: list[tuple[str, Report]]) -> str:
     """
     groups: dict[tuple[str, ...], list[tuple[str, Report]]] = {}
     for label, report in reports:
-        groups.setdefault(tuple(f"{t['source']}: {protocol_line(t)}" for t in report.perplexity), []).append(
-            (label, report)
-        )
+        protocols = tuple(visible(f"{text['source']}: {protocol_line(text)}") for text in report.perplexity)
+        groups.setdefault(protocols, []).append((label, report))
     titles = {protocols: _title(rows[0][1]) for protocols, rows in groups.items()}
     several = Counter(titles.values())
     tables = [
@@ -41,7 +40,10 @@ def table(reports: list[tuple[str, Report]]) -> str:
 
 def _title(report: Report) -> str:
     """How the perplexities of a report were measured, for a person: without hashes and names of classes."""
-    return "\n".join(f"{text['source']}: {_windows(text)}" for text in report.perplexity) or "perplexity not measured"
+    return (
+        "\n".join(visible(f"{text['source']}: {_windows(text)}") for text in report.perplexity)
+        or "perplexity not measured"
+    )
 
 
 def _windows(text: dict) -> str:
@@ -237,6 +239,7 @@ def _domain_grid(rows: list[tuple[str, Report]]) -> str:
 
 def _aligned(cells: list[tuple[str, ...]]) -> str:
     """Rows of equal length as lines, each column as wide as its longest cell."""
+    cells = [tuple(map(visible, row)) for row in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,9 @@ from .stage import Stages
 from .state import RunState
 from .texts import Texts, protocol, sources_of, with_sources
 from .titles import calibration_titles, stage_titles
+
+_in_use: set[int] = set()  # ids of the models of running calls
+_changing = Lock()
 
 
 def prune(
@@ -171,10 +175,23 @@ def run_prune(
 def _running(model: nn.Module, config: PruneConfig, notes: list[str]) -> Iterator[None]:
     """The conditions under which a model is measured and pruned; the warnings inside are added to the notes."""
     device = model_device(model)
-    with recording(notes), evaluating(model), device_rules(model, config):
+    with _alone(model), recording(notes), evaluating(model), device_rules(model, config):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         yield
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """Refuses a model that another thread measures or prunes at this time."""
+    with _changing:
+        if id(model) in _in_use:
+            raise UserError("another thread prunes or measures this model at this time; wait for it, or give a copy")
+        _in_use.add(id(model))
+    try:
+        yield
+    finally:
+        _in_use.discard(id(model))
 
 
 def _prune(

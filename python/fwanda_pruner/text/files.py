@@ -45,6 +45,8 @@ def read_file(path: Path) -> list[str | Conversation]:
         known = ", ".join(READERS)
         raise UserError(f"{path}: unknown kind of text file '{path.suffix}': expected {known}; .gz may follow a text")
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # it may never end, and is read more than once
+            raise UserError(f"{path}: is a pipe or a device; write the text to a file first")
         if path.suffix.lower() == ".gz":
             _refuse_bomb(path)
         documents = _documents(path, READERS[kind](path))
@@ -180,6 +182,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             column = next((name for name in FIELDS if name in names), None)
             if column is None:
                 raise UserError(f"{path}: no column has text: expected {EXPECTED}; the columns are {show(names, 200)}")
+            if names.count(column) > 1:
+                raise UserError(f"{path}: {names.count(column)} columns are named {column!r}; rename all but one")
             batches = file.iter_batches(_parquet_batch(path, file, column), columns=[column])
             rows = (row for batch in batches for row in batch.column(column).to_pylist())
             left = _PARQUET_SIZE + _PARQUET_RATIO * path.stat().st_size
