@@ -137,13 +137,13 @@ def test_report_puts_two_runs_in_one_table(folder, tmp_path, capsys):
     assert "wanda" in out and "magnitude" in out and out.count("windows of 24 tokens") == 1
 
 
-def test_eval_prints_perplexity_and_sparsity(folder, tmp_path, capsys):
+def test_eval_measures_a_pruned_folder_as_its_report_did_and_prints_json(folder, tmp_path, capsys):
     texts = [str(folder / "eval.txt"), str(folder / "calibration.txt")]
-    flags = ["--eval", texts[0], "--eval", texts[1], "--bos", "none"]
-    assert main(arguments(folder, tmp_path / "out", *flags)) == 0
+    flags = ["--eval", texts[0], "--eval", texts[1]]
+    assert main(arguments(folder, tmp_path / "out", *flags, "--bos", "none")) == 0
     expected = json.loads((tmp_path / "out" / "fwanda.json").read_text())["perplexity"]
     capsys.readouterr()
-    assert main(["eval", str(tmp_path / "out"), "--eval-seqlen", "24", *flags]) == 0
+    assert main(["eval", str(tmp_path / "out"), *flags]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts.keys() == {"model", "perplexity", "sparsity"} and facts["sparsity"]["matrices"] == 0.5
     assert [text["source"] for text in facts["perplexity"]] == [text["source"] for text in expected] == texts
