@@ -1,45 +1,31 @@
-"""Ctrl-C at known moments: while a command waits for its text, and once a stage is kept."""
+"""Ctrl-C at known moments: while a command reads its text, and once a stage is kept."""
 
 import contextlib
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from fwanda_pruner.run.state import RunState
+from fwanda_pruner.text import windows
 
 
 @contextlib.contextmanager
-def interrupted_while_reading(pipe: Path, text: str, runs: Callable[[], bool]) -> Iterator[None]:
-    """The first reader of a new named pipe gets the text; the next one gets SIGINT while it waits.
+def interrupted_while_reading(runs: Callable[[], bool]) -> Iterator[None]:
+    """Inside the block, a command gets KeyboardInterrupt when it reads a text to draw windows from it.
 
     Args:
-        pipe: path of the pipe. A command reads a text once to check it, and again when it runs.
-        text: what the check reads.
-        runs: whether the command is past the check.
+        runs: whether the command is past its checks; before that, texts are read as usual.
     """
-    os.mkfifo(pipe)
-    done = threading.Event()
+    read = windows.load_documents
 
-    def serve() -> None:
-        pipe.write_text(text)
-        while not runs():
-            if done.wait(0.01):
-                return
-        with pipe.open("w"):  # returns when the command reads again
-            while True:  # a signal that comes just before the read blocks does not end it
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                if done.wait(10):
-                    return
+    def interrupted(*args, **options):
+        if runs():
+            raise KeyboardInterrupt
+        return read(*args, **options)
 
-    threading.Thread(target=serve, daemon=True).start()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "load_documents", interrupted)
         yield
-    finally:
-        done.set()
 
 
 @contextlib.contextmanager

@@ -372,9 +372,10 @@ def test_the_command_writes_the_tables(recipe, tmp_path, capsys):
 def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys):
     tiny.llama().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
-    pipe, path = tmp_path / "eval.txt", str(recipe([{"method": "magnitude"}]))
-    argv = ["sweep", str(tmp_path / "model"), path, "--output", str(tmp_path / "out"), "--eval", str(pipe)]
-    with interrupted_while_reading(pipe, tiny.text(800), (tmp_path / "out" / "cells").exists):
+    (tmp_path / "eval.txt").write_text(tiny.text(800))
+    path, text = str(recipe([{"method": "magnitude"}])), str(tmp_path / "eval.txt")
+    argv = ["sweep", str(tmp_path / "model"), path, "--output", str(tmp_path / "out"), "--eval", text]
+    with interrupted_while_reading((tmp_path / "out" / "cells").exists):
         assert cli.main(argv) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "fwanda: interrupted; continue with the same command"
 
