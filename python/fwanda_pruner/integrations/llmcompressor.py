@@ -156,9 +156,9 @@ class FWandaModifier(SparsityModifierBase):
         """Remove the hooks, and prune modules that saw no token by magnitude."""
         super().on_calibration_end(state, event, **kwargs)
         unseen = list(self._pending.values())
+        warn_unseen([target.name for target in unseen])
         for target in unseen:
             with disable_offloading():
-                warn_unseen(target)
                 self._inputs[target.name] = unseen_layer(target, target.weight.device)
         self._prune(unseen)
         self._budgets = None
