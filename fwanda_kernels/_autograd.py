@@ -2,7 +2,7 @@
 
 An op that changes an argument bumps that tensor's version, so that autograd notices a change of what it saved. No op
 has a derivative. In grad mode it is an error to change a tensor that requires grad, and to call backward() through a
-result.
+result. So is a change of a tensor with a tangent of forward-mode AD, and a floating result from one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _AFTER = torch._C._after_ADInplaceOrView_keyset
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
@@ -47,6 +48,7 @@ def _refuse_change(name: str, argument: str, tensor: Tensor) -> None:
         raise RuntimeError(
             f"{name}: {argument} was made in inference mode and cannot be changed outside it; pass a clone of it"
         )
+    _refuse_tangent(name, [tensor])
     if not torch.is_grad_enabled():
         return
     if tensor._is_view() and tensor._base.requires_grad or tensor.requires_grad:
@@ -58,12 +60,22 @@ def _refuse_change(name: str, argument: str, tensor: Tensor) -> None:
 
 def _without_derivative(name: str, overload: torch._ops.OpOverload) -> Callable:
     def kernel(*args):
-        if torch.is_grad_enabled() and any(t.requires_grad for a in args for t in _tensors(a)):
+        given = [tensor for argument in args for tensor in _tensors(argument)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             return _NoDerivative.apply(name, overload, *args)
         with torch._C._AutoDispatchBelowAutograd():
-            return overload(*args)
+            result = overload(*args)
+        if any(tensor.is_floating_point() for tensor in _tensors(result)):  # a mask has no derivative to lose
+            _refuse_tangent(name, given)
+        return result
 
     return kernel
+
+
+def _refuse_tangent(name: str, tensors: list[Tensor]) -> None:
+    """Raise RuntimeError where forward-mode AD would lose a derivative in silence."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"{name} has no derivative, in forward mode neither; call it on the primal tensors")
 
 
 class _NoDerivative(torch.autograd.Function):

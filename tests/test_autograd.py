@@ -185,3 +185,34 @@ def test_backward_through_a_result_is_an_error(name):
     with torch.no_grad():
         result = op(name)(*args)
     assert not any(t.requires_grad for t in ([result] if isinstance(result, torch.Tensor) else result))
+
+
+@pytest.mark.fault("in-place change")
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", [*IN_PLACE, *WITH_RESULTS])
+def test_forward_mode_never_loses_a_derivative_in_silence(name):
+    args = samples(name)
+    with torch.autograd.forward_ad.dual_level():
+        index = next(i for i, value in enumerate(args) if is_floating(first(value)))
+        dual = torch.autograd.forward_ad.make_dual(first(args[index]).clone(), torch.ones_like(first(args[index])))
+        args[index] = [dual, *args[index][1:]] if isinstance(args[index], list) else dual
+        with pytest.raises(RuntimeError, match=f"^{name} has no derivative, in forward mode neither"):
+            op(name)(*args)
+
+
+def first(value):
+    return value[0] if isinstance(value, list) and value else value
+
+
+@pytest.mark.fault("in-place change")
+@pytest.mark.usefixtures("backend")
+def test_a_mask_is_a_constant_for_every_derivative():
+    weight, scale, mask = torch.tensor([[1.0, -3.0, 2.0, 0.5]]), torch.ones(4), torch.tensor([[0.0, 1.0, 1.0, 0.0]])
+
+    def kept(weight):
+        return (weight * fk.row_topk_mask(weight, scale, 2)).sum()
+
+    assert torch.func.jvp(kept, (weight,), (torch.ones(1, 4),))[1] == 2
+    leaf = weight.clone().requires_grad_()
+    kept(leaf).backward()
+    assert torch.equal(leaf.grad, mask)
