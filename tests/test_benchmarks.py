@@ -73,7 +73,7 @@ def test_a_tiny_run_measures_everything_and_leaves_one_file(tmp_path):
         (("--method", "wanda", "--tokens", "128"), "--tokens must be windows x length"),
         (("--method", "wanda", "--set", "speed=fast"), "unknown setting 'speed'"),
         (("--method", "wanda", "--set", "no_check=yes"), "--no-check must be true or false, got 'yes'"),
-        (("--method", "wanda", "--sparsity", "1.5"), "--sparsity must be a decimal"),
+        (("--method", "wanda", "--sparsity", "1.5"), "--sparsity must be in [0, 1)"),
         (("--method", "wanda", "--results", __file__), f"--results {__file__}: File exists"),
     ],
     ids=["allocation", "tokens", "setting", "bool", "sparsity", "results"],

@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def check_flags(block: Block) -> None:
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["fwanda"]:
-            build_parser()[0].parse_args(words[1:])
+            build_parser()[0].parse_args(list(takewhile(lambda word: word not in (">", "|"), words[1:])))
 
 
 def run(program: list[str], folder: Path) -> None:

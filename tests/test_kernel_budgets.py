@@ -196,8 +196,8 @@ def test_signal_is_not_modified():
 
 ONE = torch.ones(2)
 WRONG = [
-    ([], [], 1, [], "must be non-empty lists of one length, got 0, 0 and 0"),
-    ([ONE], [2, 2], 1, [4], "must be non-empty lists of one length, got 1, 2 and 1"),
+    ([], [], 1, [], "must be non-empty lists of one length, got 0 vs, 0 totals, 0 k_max"),
+    ([ONE], [2, 2], 1, [4], "must be non-empty lists of one length, got 1 vs, 2 totals, 1 k_max"),
     ([ONE, ONE], [2, 1], 1, [4, 4], "totals[1] must be in [2, 8] (2 rows of 1 to 4), got 1"),
     ([ONE], [9], 0, [4], "totals[0] must be in [0, 8] (2 rows of 0 to 4), got 9"),
     ([ONE], [2], 5, [4], "0 <= k_min <= k_max must hold, got k_min=5, k_max[0]=4"),
@@ -268,8 +268,8 @@ def test_rows_without_fisher_information_or_score_have_scale_zero():
     [
         (lambda w, o, n: (w, [0 * x for x in o], n), "the mean of omega must be finite and > 0, got 0.0"),
         (lambda w, o, n: (w, [x / 0 for x in o], n), "the mean of omega must be finite and > 0, got inf"),
-        (lambda w, o, n: ([], [], []), "non-empty lists of one length, got 0, 0 and 0"),
-        (lambda w, o, n: (w, o[:1], n), "non-empty lists of one length, got 2, 1 and 2"),
+        (lambda w, o, n: ([], [], []), "non-empty lists of one length, got 0 weights, 0 omegas, 0 norms"),
+        (lambda w, o, n: (w, o[:1], n), "non-empty lists of one length, got 2 weights, 1 omegas, 2 norms"),
         (
             lambda w, o, n: (w, o, n[::-1]),
             "entry 0 must be a weight [R, C], an omega [R] and a norm [C], got [4, 6], [4]",

@@ -234,7 +234,7 @@ def test_without_ppl_no_text_is_read(folder, task, capsys):
 
 MISTAKES = {
     "unknown task": (["--tasks", "zeroshot,arc_eazy"], "got 'arc_eazy'"),
-    "no task": (["--tasks", ""], "got ''"),
+    "no task": (["--tasks", ""], "--tasks: expected a value"),
     "file that does not exist": (["--tasks", "nowhere.yaml"], "got 'nowhere.yaml'"),
     "limit of none": (["--tasks", "rte", "--limit", "0"], "--limit must be at least 1, got 0"),
     "batch of none": (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),

@@ -13,7 +13,7 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import floored_omega
 from ..errors import UserError
-from ..measure.statistics import warn_unseen
+from ..notes import warn
 from . import number_of
 
 _NO_GRADIENT = "has no output gradient: run backward() on the SUM of the losses while collecting"
@@ -78,7 +78,7 @@ def refuse_bad(name: str, code: int) -> None:
 def measured_norm(name: str, layer: fk.LayerStatistics) -> Tensor:
     """[C] fp32 norm of each input column: ones, with a warning, if the layer saw no token."""
     if not layer.n_tokens:
-        warn_unseen([name])
+        warn(f"{name} saw no calibration token: its weights are ranked by magnitude")
     return layer.norm
 
 
