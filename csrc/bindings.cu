@@ -167,9 +167,9 @@ void obs_prune_block(
 
 }  // namespace
 
-// The overload name `flag` sets row_topk_mask apart from that of the CPU library, which may be loaded beside this one.
+// The CPU library may be loaded beside this one, so no op has the name of one of its ops.
 STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
-  m.def("row_topk_mask.flag(Tensor weight, Tensor scale, Tensor keep, Tensor(a!) bad) -> Tensor");
+  m.def("row_topk_mask_flagged(Tensor weight, Tensor scale, Tensor keep, Tensor(a!) bad) -> Tensor");
   m.def("foreach_row_topk_prune_(Tensor(a!)[] weights, Tensor[] scales, Tensor[] keeps, Tensor(b!) bad) -> ()");
   m.def("foreach_accumulate_sq_sums_(Tensor(a!)[] accs, Tensor[] xs, Tensor? counted) -> ()");
   m.def("prune_n_of_4_(Tensor(a!) weight, Tensor scale, int n, Tensor(b!) bad) -> ()");
@@ -185,7 +185,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fwanda_C, CUDA, m) {
-  m.impl("row_topk_mask.flag", TORCH_BOX(&row_topk_mask));
+  m.impl("row_topk_mask_flagged", TORCH_BOX(&row_topk_mask));
   m.impl("foreach_row_topk_prune_", TORCH_BOX(&foreach_row_topk_prune_));
   m.impl("foreach_accumulate_sq_sums_", TORCH_BOX(&foreach_accumulate_sq_sums_));
   m.impl("prune_n_of_4_", TORCH_BOX(&prune_n_of_4_));

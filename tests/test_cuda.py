@@ -153,7 +153,7 @@ def test_select_threshold_counts_as_the_reference(kind, dtype, backend):
         pytest.skip(fk.explain("select_threshold")["cuda"][backend])
     shapes = [(5, 7), (1, 1), (130, 1000), (64, 256), (7, 4097), (300, 4096), (3, 20000)]
     weights = [make_weight(r, c, dtype, kind=kind, seed=i, device="cuda") for i, (r, c) in enumerate(shapes)]
-    weights.append(weights[3][:, 1:201])
+    weights.append(make_weight(64, 256, dtype, kind=kind, seed=9, device="cuda")[:, 1:201])
     size = sum(w.numel() for w in weights)
     spread = [[make_scale(w.shape[i], device="cuda") for w in weights] for i in (0, 1)]
     plain = [[torch.ones_like(s) for s in scales] for scales in spread]

@@ -83,6 +83,16 @@ def test_a_gguf_file_that_tells_of_a_huge_model_is_refused_before_it_takes_memor
     assert "tiny.gguf" in message and "metadata describe a larger model than its 11 tensors hold" in message
 
 
+def test_a_gguf_file_whose_metadata_call_for_other_shapes_is_refused(tmp_path):
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    content = bytearray((tmp_path / "tiny.gguf").read_bytes())
+    value = content.index(key := b"llama.attention.head_count_kv") + len(key) + 4
+    content[value : value + 4] = (4).to_bytes(4, "little")
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    message = refusal(tmp_path / "tiny.gguf", device="cpu")
+    assert "k_proj.weight is [16, 32] in its file, and its configuration calls for [32, 32]; download" in message
+
+
 @pytest.mark.parametrize("at", [8, 16])
 def test_counts_beyond_the_end_of_a_gguf_file_are_refused_at_once(tmp_path, at):
     write_tiny_gguf(tmp_path / "tiny.gguf")

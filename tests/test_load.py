@@ -229,7 +229,8 @@ def test_missing_weights_are_refused_not_invented(folder):
 
 def test_mismatched_shapes_are_refused(folder):
     edit_config(folder, intermediate_size=32)
-    refusal(folder)
+    message = refusal(folder)
+    assert "layers.0.mlp.down_proj.weight is [16, 24] in its file, and its configuration calls for [16, 32]" in message
 
 
 def test_a_truncated_weights_file_is_refused(folder):

@@ -152,9 +152,9 @@ def test_tokens_are_those_of_full_forward_passes_on_gpu(family):
 @needs_gpu
 def test_batches_are_smaller_where_memory_is_short_on_gpu():
     model = tiny.llama(hidden_size=512, num_attention_heads=8, num_key_value_heads=8).cuda()
-    before, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
     whole = sampled(model, 64, 512)
     torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]  # other tests may have left some
     torch.cuda.set_per_process_memory_fraction((before + (160 << 20)) / total)  # the cache of all 64 takes 256 MiB
     try:
         parts = sampled(model, 64, 512)

@@ -46,6 +46,14 @@ def only_wheel(tree):
     return wheel, set(zipfile.ZipFile(wheel).namelist())
 
 
+def test_no_op_is_in_both_libraries():
+    """Both are loaded into one namespace."""
+    cpu, cuda = (
+        set(re.findall(r'm\.def\(\s*"(\w+)', (ROOT / "csrc" / name).read_text())) for name in ("cpu.cpp", "bindings.cu")
+    )
+    assert "nm_mask" in cpu and "compress_24" in cuda and not cpu & cuda
+
+
 def test_pure_wheel_holds_both_packages_and_the_sources_and_no_library(source_tree):
     (source_tree / "fwanda_kernels" / build["LIBRARIES"]["cpu"]).write_bytes(b"left by an earlier build")
     done = build_wheel(source_tree, "0")

@@ -219,7 +219,7 @@ def test_out_of_memory_block_by_block_is_one_line_and_resume_goes_on(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has ...")
         return plain(self, *args, **arguments)
 
-    argv = command(folder, tmp_path / "out", "--method", method, "--order", order)
+    argv = command(folder, tmp_path / "out", "--method", method, "--order", order, "--device", "cpu")
     monkeypatch.setattr(LlamaDecoderLayer, "forward", fail)
     assert cli.main(argv) == 2
     assert_one_error(

@@ -15,7 +15,7 @@ from . import load_library
 load_library(
     "cuda",
     (
-        "row_topk_mask", "foreach_row_topk_prune_", "foreach_accumulate_sq_sums_", "mask_n_of_4", "prune_n_of_4_",
+        "row_topk_mask_flagged", "foreach_row_topk_prune_", "foreach_accumulate_sq_sums_", "mask_n_of_4", "prune_n_of_4_",
         "compress_24", "count_at_threshold", "obs_prune_block",
     ),
 )  # fmt: skip
@@ -71,7 +71,7 @@ def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | Non
     if bad is None:
         raise_if_bad("row_topk_mask", bad_code(weight, scale, keep))
         bad = new_flag(weight)
-    return _C.row_topk_mask.flag(weight, scale.contiguous(), keep.contiguous(), bad)
+    return _C.row_topk_mask_flagged(weight, scale.contiguous(), keep.contiguous(), bad)
 
 
 def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:

@@ -92,7 +92,16 @@ def auto_class(config, name: str, trust_remote_code: bool = False) -> type:
 
 
 def check_loaded(model, info: dict, name: str) -> None:
-    """Refuse a model whose files lacked weights, or whose parameters are not floating-point numbers."""
+    """Refuse a model whose files lack weights or hold others than its configuration, or whose weights are integers.
+
+    Args:
+        info: what from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True) returned.
+    """
+    for key, found, expected in sorted(info["mismatched_keys"]):
+        raise UserError(
+            f"model {name!r}: {key} is {list(found)} in its file, and its configuration calls for {list(expected)}; "
+            "download or convert it again"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(

@@ -165,6 +165,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
             dtype=getattr(torch, dtype) if dtype else "auto",
             use_safetensors=None if allow_pickle else True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             adapter_kwargs=adapter_options,
             **options,
         )
