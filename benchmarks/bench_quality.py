@@ -73,7 +73,7 @@ def result_of(recipe: str, sweep_lines: list[Line], device: str) -> dict:
         "recipe": recipe,
         **machine(device),
         "transformers": transformers.__version__,
-        "model": first["model"],
+        "model": Path(first["model"]).name if Path(first["model"]).exists() else first["model"],
         "texts": texts,
         "calibration": dict(zip(("nsamples", "seqlen"), *sizes, strict=True)) if len(sizes) == 1 else None,
         "dense": {name: value for name, value in dense.items() if name in ACCURACIES or name.startswith(PERPLEXITY)},
@@ -88,7 +88,8 @@ def protocols_of(cell: dict) -> list[dict]:
 
 def line_of(line: Line) -> dict:
     """A line of a sweep as JSON values; each figure is a list with a value for each seed."""
-    settings = {key: getattr(line.config, key) for key in ("method", "allocation", "sparsity", "pattern")}
+    keys = ("method", "allocation", "sparsity", "pattern", "calibration")
+    settings = {key: getattr(line.config, key) for key in keys}
     chosen = [cell["report"]["config"].get("chosen") for cell in line.cells]
     tasks = [(cell.get("lm_eval") or {}).get("tasks") for cell in line.cells]
     return {

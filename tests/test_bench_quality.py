@@ -80,7 +80,9 @@ def test_a_sweep_becomes_one_file_and_a_table(paths):
 
     text = quality_table(path.parent)
     shown = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines() if "|" in row]
-    assert shown[0] == ["", *(f"{name}, {share}" for name in (first, second) for share in ("0.5", "0.7", "2:4"))]
+    texts = [name.removeprefix("perplexity ").removesuffix(".txt") for name in (first, second)]
+    assert shown[0] == ["", *(f"{text}, {share}" for text in texts for share in ("0.5", "0.7", "2:4"))]
+    assert all(line["calibration"] == lines["wanda uniform 0.5"]["calibration"] for line in lines.values())
     rows = {row[0]: row[1:] for row in shown[2:]}
     assert rows.keys() == {"wanda uniform", "magnitude layer", "sparsegpt uniform"}
     assert rows["sparsegpt uniform"][1:3] == ["-", "-"] and rows["magnitude layer"][2] == "-"
@@ -109,7 +111,7 @@ def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tm
         " zero-shot 0.600."
         " Zero-shot: 70 examples, one accuracy has a standard error of 0.010.",
         "",
-        "|  | perplexity code, 0.5 | zero-shot, 0.5 |",
+        "|  | code, 0.5 | zero-shot, 0.5 |",
         "| --- | --- | --- |",
         "| fwanda row fisher=mean | **12.0** | 0.375 |",
         "| fwanda row fisher=true | 13.0 | **0.500** |",
@@ -122,27 +124,41 @@ def test_an_incomplete_command_is_refused():
 
 
 def test_the_table_of_the_readme_has_means_and_the_best_in_bold(tmp_path):
-    rules = ["magnitude layer", "wanda uniform", "sparsegpt uniform", "fwanda row", "fwanda global", "fwanda auto"]
-    rules.append("fsparsegpt auto")
+    rules = [
+        ("wanda", "uniform", ["c4"]), ("sparsegpt", "uniform", ["c4"]), ("fwanda", "row", ["c4"]),
+        ("fwanda", "global", ["c4"]), ("fwanda", "auto", ["c4"]), ("fwanda", "auto", ["c4.jsonl", "self"]),
+        ("fwanda", "auto", ["c4", "code"]),
+    ]  # fmt: skip
+    texts = [{"source": "wikitext2.txt", "windows": 4, "seqlen": 2048, "bos": False}]
+    texts += [texts[0] | {"source": "code"}, texts[0] | {"source": "sample", "windows": 3}]
     lines = []
-    for place, rule in enumerate(rules):
-        method, allocation = rule.split()
-        line = {"label": f"{rule} 0.5", "method": method, "allocation": allocation, "sparsity": "0.5", "pattern": None}
-        lines.append(line | {"seeds": [0, 1], "perplexity wikitext2": [1000.0 - place, 1010.0 - place]})
+    for place, (method, allocation, calibration) in enumerate(rules):
+        line = {"label": "x", "method": method, "allocation": allocation, "sparsity": "0.5", "pattern": None}
+        line |= {
+            "calibration": calibration,
+            "seeds": [0, 1],
+            "perplexity wikitext2.txt": [900.0 - place, 910.0 - place],
+        }
+        lines.append(line | {"perplexity code": [20.0 + place] * 2, "perplexity sample": [30.0 - place] * 2})
     result = {
-        "model": "smollm2", "recipe": "sparsity", "dtype": "bfloat16", "card": "c", "driver": "580", "torch": "2",
-        "date": "2026-11-28", "texts": [{"source": "wikitext2", "windows": 4, "seqlen": 2048, "bos": False}],
-        "calibration": {"nsamples": 128, "seqlen": 2048}, "dense": {"perplexity wikitext2": 21.75}, "lines": lines,
+        "model": "smollm2", "recipe": "domains", "dtype": "bfloat16", "card": "c", "driver": "580", "torch": "2",
+        "date": "2026-11-28", "texts": texts, "calibration": {"nsamples": 128, "seqlen": 2048}, "lines": lines,
+        "dense": {"perplexity wikitext2.txt": 21.75, "perplexity code": 6.5, "perplexity sample": 10},
     }  # fmt: skip
     (tmp_path / "quality-a.json").write_text(json.dumps(result))
     (tmp_path / "quality-b.json").write_text(json.dumps(result | {"recipe": "two-four", "lines": []}))
     text = benchmark("render.py", "--print", "readme-quality", "--results", str(tmp_path)).stdout.splitlines()
-    assert "driver 580, torch 2, 2026-11-28" in text[0] and text[0].endswith("means of 2 seeds. Dense: 21.8.")
-    assert text[2] == "| method | allocation | perplexity, 50 % removed |"
-    assert text[4] == "| Magnitude | layer | 1,005.0 |"
-    assert [row for row in text if "**" in row] == ["| F-SparseGPT | auto | **999.0** |"]
+    assert "driver 580, torch 2, 2026-11-28" in text[0] and text[0].endswith("means of 2 seeds.")
+    assert "4, 4 and 3 windows of 2,048 tokens" in text[0]
+    assert text[2] == "| method | allocation | calibrated on | prose | code | documentation |"
+    assert text[4:6] == ["| dense |  |  | 21.8 | 6.5 | 10.0 |", "| Wanda | uniform | C4 | 905.0 | **20.0** | 30.0 |"]
+    assert text[-2:] == [
+        "| F-Wanda | auto | C4 and own text | 900.0 | 25.0 | 25.0 |",
+        "| F-Wanda | auto | C4 and code | **899.0** | 26.0 | **24.0** |",
+    ]
     told = " ".join(benchmark("render.py", "--print", "readme-result", "--results", str(tmp_path)).stdout.split())
-    assert "rises from 21.8 to 1,004.0 by Wanda, to 1,003.0 by SparseGPT, and to **1,000.0** by F-Wanda" in told
+    assert "rises from 21.8 to 905.0 by Wanda, to 904.0 by SparseGPT, and to **900.0** by F-Wanda" in told
+    assert "On code it rises from 6.5 to 20.0, 21.0 and **25.0**" in told
 
 
 @pytest.mark.parametrize(

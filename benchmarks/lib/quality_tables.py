@@ -14,17 +14,18 @@ from .markdown import table
 from .results import RESULTS, read_all
 
 ACCURACIES = ("zero-shot", "mmlu")
-README_RECIPE = {"model": "smollm2", "recipe": "sparsity"}
-# (method, allocation) -> their names in the README
+README_RECIPE = {"model": "smollm2", "recipe": "domains"}
+# (method, allocation, calibration) -> how the README names them
 README_ROWS = {
-    ("magnitude", "layer"): ("Magnitude", "layer"),
-    ("wanda", "uniform"): ("Wanda", "uniform"),
-    ("sparsegpt", "uniform"): ("SparseGPT", "uniform"),
-    ("fwanda", "row"): ("F-Wanda", "row (the paper's rule)"),
-    ("fwanda", "global"): ("F-Wanda", "global (default)"),
-    ("fwanda", "auto"): ("F-Wanda", "auto"),
-    ("fsparsegpt", "auto"): ("F-SparseGPT", "auto"),
+    ("wanda", "uniform", "c4"): ("Wanda", "uniform", "C4"),
+    ("sparsegpt", "uniform", "c4"): ("SparseGPT", "uniform", "C4"),
+    ("fwanda", "row", "c4"): ("F-Wanda", "row (the paper's rule)", "C4"),
+    ("fwanda", "global", "c4"): ("F-Wanda", "global (default)", "C4"),
+    ("fwanda", "auto", "c4"): ("F-Wanda", "auto", "C4"),
+    ("fwanda", "auto", "c4+self"): ("F-Wanda", "auto", "C4 and own text"),
+    ("fwanda", "auto", "c4+code"): ("F-Wanda", "auto", "C4 and code"),
 }
+README_TEXTS = {"wikitext2": "prose", "code": "code", "sample": "documentation"}
 
 
 def full(folder: Path = RESULTS) -> str:
@@ -38,7 +39,8 @@ def result_table(result: dict) -> str:
     shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
     rows: dict[str, dict[str, dict]] = {}
     for line in result["lines"]:
-        rows.setdefault(line["label"].replace(f" {share_of(line)}", ""), {})[share_of(line)] = line
+        label = line["label"].replace(f" {share_of(line)}", "").replace(".jsonl", "")
+        rows.setdefault(label, {})[share_of(line)] = line
     measured = [*text_columns(result), *ACCURACIES]
     names = [name for name in measured if any(name in line for line in result["lines"])]
     best = {(name, share): best_of(rows.values(), name, share) for name in names for share in shares}
@@ -46,57 +48,71 @@ def result_table(result: dict) -> str:
         [label, *(shown(by.get(share, {}).get(name), name, best[name, share]) for name, share in best)]
         for label, by in rows.items()
     ]
-    return f"{caption(result)}\n\n{table(['', *(f'{name}, {share}' for name, share in best)], body)}"
+    heads = [f"{without_suffix(name.removeprefix(PERPLEXITY))}, {share}" for name, share in best]
+    return f"{caption(result)}\n\n{table(['', *heads], body)}"
 
 
-def readme_means(folder: Path) -> tuple[dict, dict]:
-    """The result of the README, and its means over the seeds on the first text, by method, allocation and share."""
+def readme_means(folder: Path) -> tuple[dict, dict[tuple[str, str, str], dict[str, float]]]:
+    """The result of the README, and for each line its means over the seeds, by text."""
     result = [r for r in read_all("quality", folder).values() if README_RECIPE.items() <= r.items()][-1]
-    text = text_columns(result)[0]
     means = {
-        (line["method"], line["allocation"], share_of(line)): statistics.fmean(line[text]) for line in result["lines"]
+        (line["method"], line["allocation"], "+".join(map(without_suffix, line["calibration"]))): {
+            README_TEXTS[without_suffix(text["source"])]: statistics.fmean(line[PERPLEXITY + text["source"]])
+            for text in result["texts"]
+        }
+        for line in result["lines"]
     }
     return result, means
 
 
+def readme_dense(result: dict) -> dict[str, float]:
+    """Perplexity of the dense model on each text."""
+    sources = [text["source"] for text in result["texts"]]
+    return {README_TEXTS[without_suffix(source)]: result["dense"][PERPLEXITY + source] for source in sources}
+
+
 def readme_result(folder: Path = RESULTS) -> str:
-    """The result that the README begins with, in two sentences."""
+    """The result that the README begins with, in three sentences."""
     result, means = readme_means(folder)
-    rules = (("wanda", "uniform"), ("sparsegpt", "uniform"), ("fwanda", "auto"))
-    dense = result["dense"][text_columns(result)[0]]
-    wanda, sparsegpt, auto = (means[method, allocation, "0.5"] for method, allocation in rules)
+    dense = readme_dense(result)
+    wanda, sparsegpt = means["wanda", "uniform", "c4"], means["sparsegpt", "uniform", "c4"]
+    auto = means["fwanda", "auto", "c4+self"]
     return (
-        "Half of the weights in the decoder blocks of SmolLM2-135M-Instruct are removed. The perplexity on WikiText-2 "
-        "(lower is better)\n"
-        f"rises from {dense:,.1f} to {wanda:,.1f} by Wanda, to {sparsegpt:,.1f} by SparseGPT, and to **{auto:,.1f}** "
-        "by F-Wanda with `--allocation auto`. The weights\n"
-        "were dequantised from a 4-bit file; [Quality](#quality) has the details.\n"
+        "Half of the weights in the decoder blocks of SmolLM2-135M-Instruct are removed. The perplexity on prose "
+        f"(lower is better) rises from\n{dense['prose']:,.1f} to {wanda['prose']:,.1f} by Wanda, to "
+        f"{sparsegpt['prose']:,.1f} by SparseGPT, and to **{auto['prose']:,.1f}** by F-Wanda as we recommend it. On "
+        f"code it rises from {dense['code']:,.1f} to\n{wanda['code']:,.1f}, {sparsegpt['code']:,.1f} and "
+        f"**{auto['code']:,.1f}**. The weights were dequantised from a 4-bit file; [Quality](#quality) has the "
+        "details.\n"
     )
 
 
 def readme(folder: Path = RESULTS) -> str:
-    """A small table: perplexity of SmolLM2 on the first text by share removed, mean of the seeds."""
+    """A small table: perplexity of SmolLM2 by text, mean of the seeds."""
     result, means = readme_means(folder)
-    shares = list(dict.fromkeys(share_of(line) for line in result["lines"]))
-    best = {share: min(means[method, allocation, share] for method, allocation in README_ROWS) for share in shares}
-    rows = []
-    for (method, allocation), names in README_ROWS.items():
-        figures = [(means[method, allocation, share], best[share]) for share in shares]
+    dense = readme_dense(result)
+    rows = [["dense", "", "", *(f"{value:,.1f}" for value in dense.values())]]
+    best = {text: min(means[key][text] for key in README_ROWS) for text in dense}
+    for key, names in README_ROWS.items():
+        figures = [(means[key][text], best[text]) for text in dense]
         rows.append([*names, *(f"**{mean:,.1f}**" if mean == lowest else f"{mean:,.1f}" for mean, lowest in figures)])
-    first, *others = (f"{float(share):.0%}".replace("%", " %") for share in shares)
-    head = ["method", "allocation", f"perplexity, {first} removed", *others]
-    return f"{readme_caption(result)}\n\n{table(head, rows)}"
+    return f"{readme_caption(result)}\n\n{table(['method', 'allocation', 'calibrated on', *dense], rows)}"
 
 
 def readme_caption(result: dict) -> str:
     seeds = max((line["seeds"] for line in result["lines"]), key=len)
-    calibration, text = result["calibration"], result["texts"][0]
+    calibration, windows = result["calibration"], [str(text["windows"]) for text in result["texts"]]
     return (
-        f"SmolLM2-135M-Instruct, {result['dtype']}, {machine_line(result)}. "
-        f"Perplexity on {text['windows']} windows of {text['seqlen']:,} tokens of WikiText-2; "
-        f"calibrated on {calibration['nsamples']} x {calibration['seqlen']:,} tokens; means of {len(seeds)} seeds. "
-        f"Dense: {result['dense'][text_columns(result)[0]]:.1f}."
+        f"SmolLM2-135M-Instruct with 50 % of the weights removed, {result['dtype']}, {machine_line(result)}. "
+        f"Perplexity on prose (WikiText-2), code (Python's standard library) and documentation (that of Python): "
+        f"{', '.join(windows[:-1])} and {windows[-1]} windows of {result['texts'][0]['seqlen']:,} tokens; "
+        f"calibrated on {calibration['nsamples']} x {calibration['seqlen']:,} tokens; means of {len(seeds)} seeds."
     )
+
+
+def without_suffix(source: str) -> str:
+    """A text without the suffix of a file: wikitext2.txt is wikitext2."""
+    return source.removesuffix(".txt").removesuffix(".jsonl")
 
 
 def text_columns(result: dict) -> list[str]:
@@ -121,7 +137,7 @@ def caption(result: dict) -> str:
     seeds = max((line["seeds"] for line in result["lines"]), key=len)
     repeated = len(seeds) > 1
     told = f"seeds {', '.join(map(str, seeds))} (mean ± standard deviation)" if repeated else f"seed {seeds[0]}"
-    dense = ", ".join(f"{name} {shown([value], name)}" for name, value in result["dense"].items())
+    dense = ", ".join(f"{without_suffix(name)} {shown([value], name)}" for name, value in result["dense"].items())
     return (
         f"{result['model']}, {result['dtype']}, {machine_line(result)}; "
         f"{calibrated}{texts}, {told}. Dense: {dense}.{zero_shot(result)}"
@@ -130,7 +146,7 @@ def caption(result: dict) -> str:
 
 def windows_of(text: dict) -> str:
     bos = "with" if text["bos"] else "no"
-    return f"{text['windows']} windows of {text['seqlen']} of {text['source']} ({bos} BOS)"
+    return f"{text['windows']} windows of {text['seqlen']} of {without_suffix(text['source'])} ({bos} BOS)"
 
 
 def zero_shot(result: dict) -> str:
