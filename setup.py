@@ -1,4 +1,4 @@
-"""Package layout and the optional native libraries; everything static is in pyproject.toml."""
+"""Package layout and the optional native code; everything static is in pyproject.toml."""
 
 import os
 import runpy
@@ -22,7 +22,7 @@ class BuildPy(build_py):
 
 
 class BdistWheel(bdist_wheel):
-    """Tags a wheel that holds a native library for its platform, and every Python 3."""
+    """Tags a wheel that holds a native library for its platform, and every Python 3. Cubins fit every platform."""
 
     def get_tag(self):
         if not any(Path(self.bdist_dir, "fwanda_kernels").glob("*.so")):

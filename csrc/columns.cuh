@@ -5,7 +5,6 @@
 #include "common.cuh"
 
 namespace fwanda {
-namespace {
 
 constexpr int kStrip = 256;
 // Eight columns of a row as they lie in memory.
@@ -77,10 +76,4 @@ __device__ inline void load_scale(const float* strip, int valid, float (&s)[8]) 
   }
 }
 
-// Whether Eight can use 16-byte loads: every row begins at 16 bytes, and the last column ends one of them.
-inline bool in_vectors(const void* rows, int64_t row_stride, int cols, int itemsize) {
-  return reinterpret_cast<uintptr_t>(rows) % 16 == 0 && row_stride * itemsize % 16 == 0 && int64_t(cols) * itemsize % 16 == 0;
-}
-
-}  // namespace
 }  // namespace fwanda

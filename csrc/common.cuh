@@ -1,19 +1,27 @@
 // What all kernels share: the dtypes of weights and how they are decoded, lanes and warps, the check of a scale.
-// The device functions are in an anonymous namespace, so that each .cu file has its own copy.
+//
+// NVRTC and nvcc both compile these files, without any header of CUDA or of the host. Each .cu file is compiled once for each
+// variant that fwanda_kernels/_backends/cuda/compile.py lists, which sets macros: WEIGHT is the dtype of weights, ROWS_ALIGNED
+// says whether all rows can be read by 16-byte loads, and RULE is a rule of obs.cu. The kernels are the extern "C" functions at its end. The Python module of the same name there launches them.
 #pragma once
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
+
+#ifdef __CUDACC_RTC__  // NVRTC has no <stdint.h>
+typedef unsigned char uint8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+#else
 #include <stdint.h>
+#endif
 
 #include "bad.h"
 
 namespace fwanda {
 
 enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2 };
-
-namespace {
-
-inline int itemsize(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
 
 __device__ inline int lane() { return int(threadIdx.x & 31); }
 __device__ inline int warp() { return int(threadIdx.x >> 5); }
@@ -47,7 +55,11 @@ struct Fp16 {
   using Unit = uint2;
   static constexpr int kParts = 1;
   static constexpr uint32_t kExponent = 0x7c00;
-  static __device__ float decode(Bits b) { return __half2float(__ushort_as_half(b)); }
+  static __device__ float decode(Bits b) {
+    float w;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(w) : "h"(b));
+    return w;
+  }
   static __device__ void decode(uint32_t word, float* w) { w[0] = decode(Bits(word)), w[1] = decode(Bits(word >> 16)); }
   static __device__ void decode(const Unit& u, float (&w)[4]) { decode(u.x, w), decode(u.y, w + 2); }
   static __device__ void poison(uint32_t& acc, uint32_t word) {
@@ -72,5 +84,4 @@ struct Fp32 {
   static __device__ bool poisoned(uint32_t acc) { return (acc & 0x7fffffffu) != 0; }
 };
 
-}  // namespace
 }  // namespace fwanda

@@ -4,24 +4,41 @@
 // of U lie in shared memory. For the rule `sparsity`, three kernels first find the k-th lowest score of the block, digit by
 // digit (11, 10, 10 bits of its key); they read the block from L2. Key = bits of fp32 w^2 * (weighting * row_weight). Counts are
 // integers, so atomics do not make results depend on the run.
-#include <cuda_bf16.h>
-
-#include <algorithm>
-
-#include "obs.cuh"
+#include "common.cuh"
 
 namespace fwanda {
 
-namespace {
+constexpr int kObsColumns = 128;  // most in a block
+
+// How the entries to remove are chosen; numbered as RULES of fwanda_kernels/_obs.py.
+enum class ObsRule { sparsity, keep, mask, pattern };
+constexpr ObsRule kRule = ObsRule::RULE;
+
+// work and factor begin at 16 bytes.
+struct ObsBlock {
+  const float* work;        // [R, C], the weight with all updates so far
+  void* weight;             // [R, C], whose columns [start, end) are written
+  const float* factor;      // [C, C], upper triangular
+  const float* weighting;   // [C]
+  const float* row_weight;  // [R], or nullptr
+  const void* chosen;       // uint8 mask [R, C], or int64 keep [R]
+  float* errors;            // [end - start, R], written
+  int32_t* counters;        // 4,100 zeros, for `sparsity`: three histograms, and keys and ranks found from them
+  int64_t work_stride;      // a multiple of 4, as is start
+  int64_t row_stride, col_stride, chosen_row_stride, chosen_col_stride;
+  int32_t rows, cols, start, end;
+  int32_t dropped;          // from the block by `sparsity`, from each group by `pattern`
+  int32_t group;            // 4, 8, 16 or 32 columns
+  DType dtype;              // of weight
+};
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kLanes = 8, kQuads = 4;           // lanes of a row, and quads of columns of a lane
 constexpr int kRows = kThreads / kLanes;        // of a thread block of the walk
 constexpr int kLowBits = 10;
 constexpr int kBins[] = {2048, 1024, 1024}, kFirstBin[] = {0, 2048, 3072}, kState = 4096;
-constexpr int kCountBlocks = 528, kPitch = kRows + 1;
+constexpr int kPitch = kRows + 1;
 constexpr uint32_t kNever = 0xffffffffu;        // above every key
-constexpr int kSharedBytes = (kObsColumns + 2) * kObsColumns * 4;
 
 __device__ inline uint32_t key_of(float w, float scale) { return __float_as_uint(__fmul_rn(__fmul_rn(w, w), scale)) & 0x7fffffffu; }
 
@@ -80,7 +97,7 @@ __device__ inline void load_weighting(const ObsBlock& b, int column, float (&s)[
 
 // counters[kState ...]: {digits of the wanted key so far, its rank among the keys that share them}, twice.
 template <int DIGIT>
-__global__ void __launch_bounds__(kThreads) _count_kernel(ObsBlock b) {
+__device__ __forceinline__ void count(const ObsBlock& b) {
   constexpr int kOwn = kBins[DIGIT], kFirst = kFirstBin[DIGIT], kBefore = kBins[DIGIT ? DIGIT - 1 : 0];
   __shared__ int bins[kOwn];
   for (int i = threadIdx.x; i < kOwn; i += kThreads) bins[i] = 0;
@@ -227,10 +244,9 @@ __device__ uint32_t lowest_of_group(const uint32_t (&key)[4], int dropped, int l
   return bits;
 }
 
-template <ObsRule RULE>
 __device__ uint32_t choose(const ObsBlock& b, const Tile& t, float scale) {
   uint32_t drop = 0;
-  if (RULE == ObsRule::mask) {
+  if (kRule == ObsRule::mask) {
     auto* mask = static_cast<const uint8_t*>(b.chosen) + t.row * b.chosen_row_stride;
 #pragma unroll
     for (int i = 0; i < 16; i++) {
@@ -238,12 +254,12 @@ __device__ uint32_t choose(const ObsBlock& b, const Tile& t, float scale) {
       if (t.row < b.rows && column < b.end) drop |= uint32_t(mask[column * b.chosen_col_stride] == 0) << i;
     }
   }
-  if (RULE == ObsRule::sparsity || RULE == ObsRule::keep) {
+  if (kRule == ObsRule::sparsity || kRule == ObsRule::keep) {
     uint32_t key[kQuads][4];
 #pragma unroll
     for (int q = 0; q < kQuads; q++) t.keys(b, q, scale, key[q]);
-    if (RULE == ObsRule::sparsity && b.dropped) drop = lowest_of_block(b, t, key);
-    if (RULE == ObsRule::keep) {
+    if (kRule == ObsRule::sparsity && b.dropped) drop = lowest_of_block(b, t, key);
+    if (kRule == ObsRule::keep) {
       int64_t pruned = t.row < b.rows ? b.cols - static_cast<const int64_t*>(b.chosen)[t.row] : 0;
       drop = lowest_of_row(key, int(pruned * b.end / b.cols - pruned * b.start / b.cols), t.l);
     }
@@ -298,9 +314,16 @@ __device__ inline float divide(float x, float d, float r) {
 }
 
 __device__ inline void store(const ObsBlock& b, int64_t place, float w) {
+  uint16_t half;
   switch (b.dtype) {
-    case DType::bf16: static_cast<__nv_bfloat16*>(b.weight)[place] = __float2bfloat16_rn(w); break;
-    case DType::fp16: static_cast<__half*>(b.weight)[place] = __float2half_rn(w); break;
+    case DType::bf16:
+      asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(w));
+      static_cast<uint16_t*>(b.weight)[place] = half;
+      break;
+    case DType::fp16:
+      asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(w));
+      static_cast<uint16_t*>(b.weight)[place] = half;
+      break;
     case DType::fp32: static_cast<float*>(b.weight)[place] = w; break;
   }
 }
@@ -321,8 +344,7 @@ __device__ void write(const ObsBlock& b, const Tile& t, uint32_t drop, const flo
     if (first + lane() < b.rows) b.errors[int64_t(c) * b.rows + first + lane()] = shared[c * kPitch + lane()];
 }
 
-template <ObsRule RULE>
-__global__ void __launch_bounds__(kThreads) _walk_kernel(ObsBlock b) {
+__device__ __forceinline__ void walk(const ObsBlock& b) {
   extern __shared__ __align__(16) float shared[];
   request_factor(b, shared);
   Tile t;
@@ -333,7 +355,7 @@ __global__ void __launch_bounds__(kThreads) _walk_kernel(ObsBlock b) {
     float4 v = load_quad(b, t.row, b.start + t.column(q));
     t.w[q][0] = v.x, t.w[q][1] = v.y, t.w[q][2] = v.z, t.w[q][3] = v.w;
   }
-  uint32_t drop = choose<RULE>(b, t, scale);
+  uint32_t drop = choose(b, t, scale);
   receive_factor(shared);
   const float* diagonal = shared + kObsColumns * kObsColumns;
   int lanes = b.group / 4;
@@ -342,7 +364,7 @@ __global__ void __launch_bounds__(kThreads) _walk_kernel(ObsBlock b) {
 #pragma unroll 1
     for (int l = 0; l < kLanes; l++) {
       int first = 32 * q + 4 * l;
-      if (RULE == ObsRule::pattern && l % lanes == 0 && b.start + first + b.group <= b.end) {
+      if (kRule == ObsRule::pattern && l % lanes == 0 && b.start + first + b.group <= b.end) {
         uint32_t key[4];
         t.keys(b, q, scale, key);
         uint32_t bits = lowest_of_group(key, b.dropped, lanes, t.l);
@@ -365,31 +387,9 @@ __global__ void __launch_bounds__(kThreads) _walk_kernel(ObsBlock b) {
   write(b, t, drop, error, shared);
 }
 
-template <ObsRule RULE>
-cudaError_t walk(const ObsBlock& b, cudaStream_t stream) {
-  auto* kernel = _walk_kernel<RULE>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<(b.rows + kRows - 1) / kRows, kThreads, kSharedBytes, stream>>>(b);
-  return cudaGetLastError();
-}
-
-}  // namespace
-
-cudaError_t obs_prune_block(const ObsBlock& b, cudaStream_t stream) {
-  switch (b.rule) {
-    case ObsRule::keep: return walk<ObsRule::keep>(b, stream);
-    case ObsRule::mask: return walk<ObsRule::mask>(b, stream);
-    case ObsRule::pattern: return walk<ObsRule::pattern>(b, stream);
-    case ObsRule::sparsity: break;
-  }
-  if (b.dropped) {
-    int blocks = std::min((b.rows + kRows - 1) / kRows, kCountBlocks);
-    _count_kernel<0><<<blocks, kThreads, 0, stream>>>(b);
-    _count_kernel<1><<<blocks, kThreads, 0, stream>>>(b);
-    _count_kernel<2><<<blocks, kThreads, 0, stream>>>(b);
-  }
-  return walk<ObsRule::sparsity>(b, stream);
-}
+extern "C" __global__ void __launch_bounds__(kThreads) obs_count_0(ObsBlock b) { count<0>(b); }
+extern "C" __global__ void __launch_bounds__(kThreads) obs_count_1(ObsBlock b) { count<1>(b); }
+extern "C" __global__ void __launch_bounds__(kThreads) obs_count_2(ObsBlock b) { count<2>(b); }
+extern "C" __global__ void __launch_bounds__(kThreads) obs_walk(ObsBlock b) { walk(b); }
 
 }  // namespace fwanda

@@ -5,15 +5,19 @@
 // round counts them against two thresholds; the first two come from a sample. The few columns left between two thresholds
 // are ranked exactly by (score bits, column). Ties too many for that are cut by column.
 // sm_90: bulk copies, 16-bit min/max on pairs, fast 64-bit compares.
-#include <algorithm>
-#include <vector>
-
-#include "select.cuh"
 #include "select_row.cuh"
 
 namespace fwanda {
 
-namespace {
+struct RowTopk {
+  void* weight;         // [R, C], last dim contiguous
+  uint8_t* mask;        // [R, C] bool, contiguous; nullptr: prune the weight in place
+  const float* scale;   // [C], >= 0
+  const int64_t* keep;  // [R]
+  int32_t* bad;         // codes of bad.h; a keep outside of [0, C] is clamped
+  int64_t row_stride;   // in elements, >= C
+  int32_t rows, cols;
+};
 
 constexpr int kMaxMatrices = 448;  // the table is a kernel argument: 448 * 64 B < 32,764 B
 
@@ -29,7 +33,7 @@ struct Table {
 };
 
 template <class E, bool ALIGNED, bool MASK, int N>
-__global__ void __launch_bounds__(1024) _row_topk_kernel(const __grid_constant__ Table<N> table) {
+__device__ __forceinline__ void row_topk(const Table<N>& table) {
   using Bits = typename E::Bits;
   extern __shared__ __align__(128) char dynamic[];
   __shared__ Shared shared;
@@ -85,77 +89,15 @@ __global__ void __launch_bounds__(1024) _row_topk_kernel(const __grid_constant__
   }
 }
 
-int threads_for(int cols) { return (cols + kColsPerWarp - 1) / kColsPerWarp * 32; }
-
-bool bulk_copyable(const RowTopk& m, int itemsize) {
-  auto multiple = [](const void* p, int n) { return reinterpret_cast<uintptr_t>(p) % n == 0; };
-  return multiple(m.weight, 16) && m.cols * itemsize % 16 == 0 && m.row_stride * itemsize % 16 == 0 && multiple(m.scale, 16) && multiple(m.mask, 4);
-}
-
-// One launch, in which all rows take the same number of threads. Only barrier 0 is used: a barrier with its id in a register
-// would reserve all 16 barriers of a block, and then four blocks would fill an SM.
-template <class E, bool ALIGNED, bool MASK, int N>
-cudaError_t launch(const RowTopk* const* matrices, int count, cudaStream_t stream) {
-  Table<N> table;
-  int64_t rows = 0;
-  int threads = threads_for(matrices[0]->cols), row_bytes = 0;
-  for (int i = 0; i < count; i++) {
-    table.entry[i] = {*matrices[i], int32_t(rows)};
-    row_bytes = std::max(row_bytes, (matrices[i]->cols * int(sizeof(typename E::Bits)) + 15) / 16 * 16);
-    rows += matrices[i]->rows;
+// Blocks of one launch take the same number of threads. Only barrier 0 is used: a barrier with its id in a register would
+// reserve all 16 barriers of a block, and then four blocks would fill an SM.
+#define KERNEL(NAME, MASK, N)                                                                           \
+  extern "C" __global__ void __launch_bounds__(1024) NAME(const __grid_constant__ Table<N> table) {     \
+    row_topk<WEIGHT, ROWS_ALIGNED, MASK>(table);                                                             \
   }
-  if (rows == 0) return cudaSuccess;
-  if (rows > 0x7fffffff - 0x10000) return cudaErrorInvalidValue;
-  auto kernel = _row_topk_kernel<E, ALIGNED, MASK, N>;
-  int shared = list_bytes(threads) + row_bytes;
-  if (shared > 48 * 1024) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    if (error != cudaSuccess) return error;
-  }
-  table.count = count;
-  kernel<<<unsigned(rows), threads, shared, stream>>>(table);
-  return cudaGetLastError();
-}
 
-template <class E, bool MASK>
-cudaError_t launch(const RowTopk* matrices, int count, cudaStream_t stream) {
-  std::vector<const RowTopk*> order(count);
-  bool aligned = true;
-  for (int i = 0; i < count; i++) {
-    const RowTopk& m = matrices[i];
-    if (m.rows < 0 || m.cols < 1 || m.cols > kMaxCols || m.row_stride < m.cols) return cudaErrorInvalidValue;
-    aligned &= bulk_copyable(m, sizeof(typename E::Bits));
-    order[i] = &m;
-  }
-  std::stable_sort(order.begin(), order.end(), [](const RowTopk* a, const RowTopk* b) { return threads_for(a->cols) > threads_for(b->cols); });
-  for (int i = 0, n; i < count; i += n) {
-    for (n = 1; i + n < count && n < kMaxMatrices && threads_for(order[i + n]->cols) == threads_for(order[i]->cols);) n++;
-    cudaError_t error;
-    if (n == 1) error = aligned ? launch<E, true, MASK, 1>(&order[i], 1, stream) : launch<E, false, MASK, 1>(&order[i], 1, stream);
-    else error = aligned ? launch<E, true, false, kMaxMatrices>(&order[i], n, stream) : launch<E, false, false, kMaxMatrices>(&order[i], n, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-}  // namespace
-
-cudaError_t row_topk_prune_(DType dtype, const RowTopk* matrices, int count, cudaStream_t stream) {
-  switch (dtype) {
-    case DType::bf16: return launch<Bf16, false>(matrices, count, stream);
-    case DType::fp16: return launch<Fp16, false>(matrices, count, stream);
-    case DType::fp32: return launch<Fp32, false>(matrices, count, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
-cudaError_t row_topk_mask(DType dtype, const RowTopk& matrix, cudaStream_t stream) {
-  switch (dtype) {
-    case DType::bf16: return launch<Bf16, true>(&matrix, 1, stream);
-    case DType::fp16: return launch<Fp16, true>(&matrix, 1, stream);
-    case DType::fp32: return launch<Fp32, true>(&matrix, 1, stream);
-  }
-  return cudaErrorInvalidValue;
-}
+KERNEL(row_topk_prune, false, 1)
+KERNEL(row_topk_prune_list, false, kMaxMatrices)
+KERNEL(row_topk_mask, true, 1)
 
 }  // namespace fwanda

@@ -3,7 +3,6 @@
 #include "common.cuh"
 
 namespace fwanda {
-namespace {
 
 constexpr int kSteps = 16;                       // units of 4 columns a thread holds
 constexpr int kUnit = 4;                         // columns
@@ -13,10 +12,10 @@ constexpr int kMaxCols = 65535;                  // counts travel as 16-bit pair
 constexpr uint32_t kOnes = 0x00010001u;
 
 // Most columns that are ranked one by one. About 0.25 % of a row share one upper half.
-__host__ __device__ inline int list_capacity(int threads) { return threads >= 256 ? 128 : 64; }
+__device__ constexpr int list_capacity(int threads) { return threads >= 256 ? 128 : 64; }
 
 // Bytes for the candidates, or for the tie counts of each warp and step, which take their place.
-__host__ __device__ inline int list_bytes(int threads) { return threads * 2 > list_capacity(threads) * 8 ? threads * 2 : list_capacity(threads) * 8; }
+__device__ constexpr int list_bytes(int threads) { return threads * 2 > list_capacity(threads) * 8 ? threads * 2 : list_capacity(threads) * 8; }
 
 // fabsf turns a scale of -0.0 into 0, and keeps keys non-negative even for scales that `bad` reports.
 __device__ inline uint32_t score_bits(float w, float s) { return __float_as_uint(__fmul_rn(fabsf(w), fabsf(s))); }
@@ -43,7 +42,7 @@ __device__ inline void store_past(uint4* p, uint4 v) {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// Bulk copies exist from sm_90 on; code for older cards compiles but is never launched (native_cuda.py).
+// Bulk copies exist from sm_90 on; code for older cards compiles but is never launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 __device__ inline void start_copy(uint64_t*, void*, const void*, uint32_t) { __trap(); }
 __device__ inline void wait_copy(uint64_t*) { __trap(); }
@@ -454,5 +453,4 @@ struct Row {
   }
 };
 
-}  // namespace
 }  // namespace fwanda

@@ -4,11 +4,16 @@
 // rows at once. A lane holds two whole groups of 4 and ranks each by 6 comparisons. compress_24 gathers the metadata of 32
 // rows in shared memory, because the reordered metadata of 32 rows and 2 words of columns is one stretch of 128 bytes.
 #include "columns.cuh"
-#include "sparse24.cuh"
 
 namespace fwanda {
 
-namespace {
+struct Weight24 {
+  void* weight;        // [R, C], last dim contiguous, C a multiple of 4
+  const float* scale;  // [C], >= 0
+  int32_t* bad;        // codes of bad.h
+  int64_t row_stride;  // in elements, >= C
+  int32_t rows, cols;
+};
 
 constexpr int kWarps = 8;
 constexpr int kRows = 2;            // of a warp, in keep_n_of_4
@@ -51,7 +56,7 @@ __device__ inline void flag_scale(const float (&s)[8], int32_t* bad) {
 }
 
 template <class E, bool ALIGNED, bool MASK>
-__global__ void __launch_bounds__(kWarps * 32) _keep_n_of_4_kernel(Weight24 m, int n, uint8_t* mask) {
+__device__ __forceinline__ void keep_n_of_4(const Weight24& m, int n, uint8_t* mask) {
   using Bits = typename E::Bits;
   uint32_t strips = (m.cols + kStrip - 1) / kStrip, task = blockIdx.x * kWarps + warp();
   int strip = int(task % strips) * kStrip, valid = m.cols - strip;
@@ -103,7 +108,7 @@ __device__ inline uint32_t pack_code(uint32_t bits) {
 }
 
 template <class E, bool ALIGNED>
-__global__ void __launch_bounds__(kWarps * 32) _compress_24_kernel(Weight24 m, uint16_t* values, int16_t* meta) {
+__device__ __forceinline__ void pack(const Weight24& m, uint16_t* values, int16_t* meta) {
   __shared__ __align__(16) uint8_t shared[kBands][kPairs * kPairPitch];
   constexpr int kPerBand = 32 / kWarps, kMine = kBands * kPerBand;
   int strips = (m.cols + kStrip - 1) / kStrip;
@@ -143,55 +148,16 @@ __global__ void __launch_bounds__(kWarps * 32) _compress_24_kernel(Weight24 m, u
   }
 }
 
-bool aligned(const Weight24& w) {
-  return in_vectors(w.weight, w.row_stride, w.cols, itemsize(w.dtype)) && in_vectors(w.scale, 0, 0, 4);
+extern "C" __global__ void __launch_bounds__(kWarps * 32) n_of_4_prune(Weight24 m, int n) {
+  keep_n_of_4<WEIGHT, ROWS_ALIGNED, false>(m, n, nullptr);
 }
 
-template <class E, bool MASK>
-cudaError_t launch_keep(const Weight24& w, int n, uint8_t* mask, cudaStream_t stream) {
-  int64_t tasks = (int64_t(w.rows) + kRows - 1) / kRows * ((w.cols + kStrip - 1) / kStrip);
-  if (tasks == 0) return cudaSuccess;
-  if (tasks > 0x7fffffff) return cudaErrorInvalidValue;
-  auto kernel = aligned(w) ? _keep_n_of_4_kernel<E, true, MASK> : _keep_n_of_4_kernel<E, false, MASK>;
-  kernel<<<unsigned((tasks + kWarps - 1) / kWarps), kWarps * 32, 0, stream>>>(w, n, mask);
-  return cudaGetLastError();
+extern "C" __global__ void __launch_bounds__(kWarps * 32) n_of_4_mask(Weight24 m, int n, uint8_t* mask) {
+  keep_n_of_4<WEIGHT, ROWS_ALIGNED, true>(m, n, mask);
 }
 
-template <class E>
-cudaError_t launch_keep(const Weight24& w, int n, uint8_t* mask, cudaStream_t stream) {
-  return mask ? launch_keep<E, true>(w, n, mask, stream) : launch_keep<E, false>(w, n, nullptr, stream);
-}
-
-template <class E>
-cudaError_t launch_compress(const Weight24& w, void* values, int16_t* meta, cudaStream_t stream) {
-  int64_t bands = (int64_t(w.rows) + 32 * kBands - 1) / (32 * kBands), blocks = bands * ((w.cols + kStrip - 1) / kStrip);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
-  auto kernel = aligned(w) ? _compress_24_kernel<E, true> : _compress_24_kernel<E, false>;
-  kernel<<<unsigned(blocks), kWarps * 32, 0, stream>>>(w, static_cast<uint16_t*>(values), meta);
-  return cudaGetLastError();
-}
-
-}  // namespace
-
-cudaError_t keep_n_of_4(const Weight24& w, int n, uint8_t* mask, cudaStream_t stream) {
-  if (w.cols % 4 != 0) return cudaErrorInvalidValue;
-  switch (w.dtype) {
-    case DType::bf16: return launch_keep<Bf16>(w, n, mask, stream);
-    case DType::fp16: return launch_keep<Fp16>(w, n, mask, stream);
-    case DType::fp32: return launch_keep<Fp32>(w, n, mask, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
-cudaError_t compress_24(const Weight24& w, void* values, int16_t* meta, cudaStream_t stream) {
-  if (w.cols % 32 != 0 || w.rows % 32 != 0) return cudaErrorInvalidValue;
-  switch (w.dtype) {
-    case DType::bf16: return launch_compress<Bf16>(w, values, meta, stream);
-    case DType::fp16: return launch_compress<Fp16>(w, values, meta, stream);
-    case DType::fp32: break;
-  }
-  return cudaErrorInvalidValue;
+extern "C" __global__ void __launch_bounds__(kWarps * 32) compress_24(Weight24 m, uint16_t* values, int16_t* meta) {
+  if constexpr (sizeof(WEIGHT::Bits) == 2) pack<WEIGHT, ROWS_ALIGNED>(m, values, meta);
 }
 
 }  // namespace fwanda

@@ -4,20 +4,23 @@
 // fp32: each of its 8 warps takes every 8th token, their sums meet in shared memory, and the block writes one row of
 // partial [slabs, C] fp32. The second kernel adds the slabs to acc in fp64; it starts while the first one ends. The order
 // of all additions depends on T alone, so single and grouped calls, and 16-byte and single loads, give the same bits.
-#include <algorithm>
-
 #include "columns.cuh"
-#include "stats.cuh"
 
 namespace fwanda {
-
-namespace {
 
 constexpr int kWarps = 8;
 constexpr int kFew = 4096;         // tokens, up to which slabs of 128 are faster (H200, the widths of LLaMA-2-7B)
 constexpr int kInFlight = 8;       // 16-byte loads that a thread issues before it uses one
 constexpr int kFinishCols = 32;    // columns of a block of the second kernel
 constexpr int kMaxEntries = 64;    // the table is a kernel argument
+
+struct SqSums {
+  const void* x;  // [T, C], last dim contiguous
+  float* acc;     // [C]
+  int64_t token_stride, acc_stride;  // in elements
+  int32_t tokens, cols;
+  DType dtype;
+};
 
 struct Entry {
   SqSums in;
@@ -26,8 +29,7 @@ struct Entry {
   bool aligned;
 };
 
-__host__ __device__ inline int slab_tokens(int tokens) { return tokens <= kFew ? 128 : 256; }
-inline int32_t slab_count(int tokens) { return (tokens - 1) / slab_tokens(tokens) + 1; }
+__device__ constexpr int slab_tokens(int tokens) { return tokens <= kFew ? 128 : 256; }
 
 template <int N>
 struct Table {
@@ -89,7 +91,7 @@ __device__ void write_slab(const Entry& e, const uint8_t* counted, int strip, in
 }
 
 template <bool MASKED, int N>
-__global__ void __launch_bounds__(kWarps * 32) _sq_sums_kernel(const __grid_constant__ Table<N> table, const uint8_t* counted) {
+__device__ __forceinline__ void sq_sums(const Table<N>& table, const uint8_t* counted) {
   __shared__ __align__(16) float shared[kWarps][kStrip];
   let_next_kernel_start();
   const Entry& e = find(table, [](const Entry& x) { return x.first_block; });
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kWarps * 32) _sq_sums_kernel(const __grid_cons
 }
 
 template <int N>
-__global__ void __launch_bounds__(kWarps * 32) _add_slabs_kernel(const __grid_constant__ Table<N> table) {
+__device__ __forceinline__ void add_slabs(const Table<N>& table) {
   __shared__ double shared[kWarps][kFinishCols];
   const Entry& e = find(table, [](const Entry& x) { return x.first_finish; });
   int c = (int(blockIdx.x) - e.first_finish) * kFinishCols + lane();
@@ -130,46 +132,21 @@ __global__ void __launch_bounds__(kWarps * 32) _add_slabs_kernel(const __grid_co
   *acc = float(double(*acc) + total);
 }
 
-template <int N>
-cudaError_t launch(const SqSums* entries, int count, const uint8_t* counted, float* partial, cudaStream_t stream) {
-  Table<N> table;
-  int64_t blocks = 0, finish = 0;
-  for (int i = 0; i < count; i++) {
-    const SqSums& in = entries[i];
-    if (in.tokens < 1 || in.cols < 1) return cudaErrorInvalidValue;
-    int32_t slabs = slab_count(in.tokens);
-    bool aligned = in_vectors(in.x, in.token_stride, in.cols, itemsize(in.dtype));
-    table.entry[i] = {in, partial, int32_t(blocks), int32_t(finish), slabs, aligned};
-    blocks += int64_t(slabs) * ((in.cols + kStrip - 1) / kStrip);
-    finish += (in.cols + kFinishCols - 1) / kFinishCols;
-    partial += int64_t(slabs) * in.cols;
+#define KERNELS(SUFFIX, N)                                                                                         \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                        \
+      sq_sums##SUFFIX(const __grid_constant__ Table<N> table, const uint8_t* counted) {                            \
+    sq_sums<false>(table, counted);                                                                                \
+  }                                                                                                                \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                        \
+      sq_sums_masked##SUFFIX(const __grid_constant__ Table<N> table, const uint8_t* counted) {                     \
+    sq_sums<true>(table, counted);                                                                                 \
+  }                                                                                                                \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                        \
+      add_slabs##SUFFIX(const __grid_constant__ Table<N> table) {                                                  \
+    add_slabs<N>(table);                                                                                            \
   }
-  if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
-  table.count = count;
-  if (counted) _sq_sums_kernel<true, N><<<unsigned(blocks), kWarps * 32, 0, stream>>>(table, counted);
-  else _sq_sums_kernel<false, N><<<unsigned(blocks), kWarps * 32, 0, stream>>>(table, nullptr);
-  if (cudaError_t error = cudaGetLastError()) return error;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(finish), config.blockDim = kWarps * 32, config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, _add_slabs_kernel<N>, table);
-}
 
-}  // namespace
-
-int64_t sq_sums_partial(int32_t tokens, int32_t cols) { return int64_t(slab_count(tokens)) * cols; }
-
-cudaError_t accumulate_sq_sums_(const SqSums* entries, int count, const uint8_t* counted, float* partial, cudaStream_t stream) {
-  if (count == 1) return launch<1>(entries, 1, counted, partial, stream);
-  for (int i = 0; i < count; i += kMaxEntries) {
-    int n = std::min(kMaxEntries, count - i);
-    if (cudaError_t error = launch<kMaxEntries>(entries + i, n, counted, partial, stream)) return error;
-    for (int k = i; k < i + n; k++) partial += sq_sums_partial(entries[k].tokens, entries[k].cols);
-  }
-  return cudaSuccess;
-}
+KERNELS(, 1)
+KERNELS(_list, kMaxEntries)
 
 }  // namespace fwanda

@@ -1,6 +1,6 @@
 // select_threshold: the total-th largest score over a list of matrices, and each row's count above and at it.
 //
-// Key = bits of the fp32 score, so that integer order is score order. A sample of kSample keys brackets the wanted key. One
+// Key = bits of the fp32 score, so that integer order is score order. A sample of the keys brackets the wanted key. One
 // pass over all weights counts the keys of each row above the bracket and lists those inside. A histogram of the list finds
 // the wanted key, and the list completes the counts. If the bracket missed the key, or held too many keys for the histogram
 // or the list, further passes do the work. They are always launched; each decides on the device whether it is needed.
@@ -8,23 +8,13 @@
 // Memory: a pass reads the weights once; the loads bypass L1, which holds col_scale. A warp owns 4 rows. It compares the
 // products |w| * col_scale with bounds of their row; these are found such that a product lies on the same side of a bound as
 // its key lies of the bracket. Keys equal to the sample's own guess, where heavy ties sit, are counted but never stored.
-#include <algorithm>
-#include <cmath>
-#include <vector>
-
 #include "columns.cuh"
-#include "threshold.cuh"
 
 namespace fwanda {
 
-namespace {
-
 constexpr int kInfinite = 0x7f800000, kNever = 0x7fffffff;
-constexpr int kSample = 1 << 23;
-constexpr int kListShare = 768;  // weights for each place on the list; the bracket is expected to hold 0.104 % of them
 constexpr int kHeld = 128;  // keys that a warp can hold; it writes them to the list once half the room is used
 constexpr int kBinBits = 18, kBins = 1 << kBinBits;
-constexpr int kPasses = 3;  // with the bracket, with the side of the key after a miss, with one bin of it; one more pass counts
 constexpr int kWarps = 8;
 constexpr int kTileRows = 4;
 constexpr int kMaxMatrices = 448;  // the table is a kernel argument: 448 * 72 B < 32,764 B
@@ -33,7 +23,15 @@ constexpr int kDigits = 2048;
 
 // Blocks of a pass on an SM, as their registers allow.
 template <class E>
-constexpr int blocks_per_sm() { return E::kParts == 2 ? 2 : 3; }
+__device__ constexpr int blocks_per_sm() { return E::kParts == 2 ? 2 : 3; }
+
+struct Scored {
+  const void* weight;      // [R, C], last dim contiguous
+  const float* row_scale;  // [R], >= 0
+  const float* col_scale;  // [C], >= 0
+  int64_t row_stride;      // in elements, >= C
+  int32_t rows, cols;
+};
 
 struct Entry {
   Scored m;
@@ -82,7 +80,7 @@ struct Workspace {
   unsigned capacity;  // of the list
 };
 
-__host__ __device__ inline int padded(int cols) { return (cols + kStrip - 1) / kStrip * kStrip; }
+__device__ inline int padded(int cols) { return (cols + kStrip - 1) / kStrip * kStrip; }
 
 __device__ inline int bits(float x) { return __float_as_int(x); }
 
@@ -119,7 +117,7 @@ __device__ const Entry& find(const Table& table, int64_t place, F first) {
 }
 
 // Padding is -0: as integers, the bits of a product with it lie below those of every other product, and far from them.
-__global__ void _copy_scales_kernel(const __grid_constant__ Table table, int32_t* bad) {
+extern "C" __global__ void threshold_copy_scales(const __grid_constant__ Table table, int32_t* bad) {
   const Entry& e = table.entry[blockIdx.x];
   bool wrong = false;
   for (int i = int(threadIdx.x + blockIdx.y * blockDim.x); i < max(e.m.rows, padded(e.m.cols)); i += int(blockDim.x * gridDim.y)) {
@@ -132,7 +130,7 @@ __global__ void _copy_scales_kernel(const __grid_constant__ Table table, int32_t
 
 // One weight from each of `drawn` equal stretches, at a golden-ratio sequence of places.
 template <class E>
-__global__ void _sample_kernel(const __grid_constant__ Table table, Workspace space, int64_t size, int drawn) {
+__device__ __forceinline__ void sample(const Table& table, const Workspace& space, int64_t size, int drawn) {
   int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (j >= drawn) return;
   int64_t start = j * size / drawn, span = (j + 1) * size / drawn - start;
@@ -152,7 +150,7 @@ __device__ inline int width_of(int digit) { return digit == 0 ? 11 : 10; }
 __device__ inline int shift_of(int digit) { return 20 - 10 * digit; }
 
 // Counts the next digit of the sample's keys that begin with each prefix. Ranks with the same prefix share a count.
-__global__ void __launch_bounds__(1024) _count_digits_kernel(Workspace space, int drawn, int digit) {
+extern "C" __global__ void __launch_bounds__(1024) threshold_count_digits(Workspace space, int drawn, int digit) {
   const int shift = shift_of(digit), width = width_of(digit);
   __shared__ uint32_t count[kRanks][kDigits];
   State& s = *space.state;
@@ -214,7 +212,7 @@ __device__ void set_bracket(State& s, int lo, int hi) {
 
 // Finds one digit of each rank's key, and with the last digit the bracket. Its ends lie just inside the outer two keys, so
 // that heavy ties there stay outside.
-__global__ void __launch_bounds__(1024) _pick_digits_kernel(Workspace space, Ranks ranks, int digit) {
+extern "C" __global__ void __launch_bounds__(1024) threshold_pick_digits(Workspace space, Ranks ranks, int digit) {
   State& s = *space.state;
   Found found[kRanks];
   for (int q = 0, from = 0; q < kRanks; q++) {
@@ -293,8 +291,8 @@ enum class Pass { first, next, last };
 // Counts, in each of 4 rows, the keys above the bracket and those equal to the guess. The other keys inside the bracket go on
 // the list in the first pass, and into the histogram in later ones. In the last pass the bracket is the wanted key.
 template <class E, bool ALIGNED, Pass PASS>
-__global__ void __launch_bounds__(kWarps * 32, blocks_per_sm<E>()) _pass_kernel(
-    const __grid_constant__ Table table, Workspace space, unsigned* next_tile, int32_t* larger, int32_t* equal, int32_t* bad) {
+__device__ __forceinline__ void pass(
+    const Table& table, const Workspace& space, unsigned* next_tile, int32_t* larger, int32_t* equal, int32_t* bad) {
   using Bits = typename E::Bits;
   __shared__ Held held_by[PASS == Pass::first ? kWarps : 1];
   State& s = *space.state;
@@ -379,7 +377,7 @@ __global__ void __launch_bounds__(kWarps * 32, blocks_per_sm<E>()) _pass_kernel(
   if (E::poisoned(poisoned)) atomicOr(bad, kBadWeight);
 }
 
-__global__ void _list_to_histogram_kernel(Workspace space) {
+extern "C" __global__ void threshold_list_to_histogram(Workspace space) {
   const State& s = *space.state;
   if (!s.all_listed(space.capacity)) return;
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < unsigned(s.listed); i += blockDim.x * gridDim.x)
@@ -387,7 +385,7 @@ __global__ void _list_to_histogram_kernel(Workspace space) {
 }
 
 // Shrinks the bracket to the bin of the wanted key; after a miss, moves it to the side where that key is.
-__global__ void __launch_bounds__(1024) _narrow_kernel(Workspace space, unsigned long long total, bool first) {
+extern "C" __global__ void __launch_bounds__(1024) threshold_narrow(Workspace space, unsigned long long total, bool first) {
   State& s = *space.state;
   if (s.settled) return;
   const unsigned long long above = s.above, upto = above + s.inside + s.guessed;
@@ -412,7 +410,7 @@ __global__ void __launch_bounds__(1024) _narrow_kernel(Workspace space, unsigned
 }
 
 // `equal` holds the counts of the guess. If the guess is not the wanted key, they belong to `larger` or nowhere.
-__global__ void _move_guesses_kernel(Workspace space, int64_t rows, int32_t* larger, int32_t* equal) {
+extern "C" __global__ void threshold_move_guesses(Workspace space, int64_t rows, int32_t* larger, int32_t* equal) {
   const State& s = *space.state;
   if (!s.complete || s.guess == s.lo) return;
   for (int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; r < rows; r += int64_t(blockDim.x) * gridDim.x) {
@@ -421,7 +419,7 @@ __global__ void _move_guesses_kernel(Workspace space, int64_t rows, int32_t* lar
   }
 }
 
-__global__ void _count_listed_kernel(Workspace space, int32_t* larger, int32_t* equal) {
+extern "C" __global__ void threshold_count_listed(Workspace space, int32_t* larger, int32_t* equal) {
   const State& s = *space.state;
   if (!s.complete) return;
   const int wanted = s.lo;
@@ -432,144 +430,19 @@ __global__ void _count_listed_kernel(Workspace space, int32_t* larger, int32_t* 
   }
 }
 
-int64_t aligned_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
-int64_t size_of(const Scored* matrices, int count) {
-  int64_t size = 0;
-  for (int i = 0; i < count; i++) size += int64_t(matrices[i].rows) * matrices[i].cols;
-  return size;
+extern "C" __global__ void threshold_sample(const __grid_constant__ Table table, Workspace space, int64_t size, int drawn) {
+  sample<WEIGHT>(table, space, size, drawn);
 }
 
-int drawn_from(int64_t size) { return int(std::min<int64_t>(size, kSample)); }
-
-// The parts that must begin as 0 come before the scales.
-Workspace workspace_at(void* memory, const Scored* matrices, int count, int64_t size) {
-  char* at = static_cast<char*>(memory);
-  Workspace w;
-  w.histogram = reinterpret_cast<unsigned long long*>(at), at += sizeof(unsigned long long) * kBins;
-  w.state = reinterpret_cast<State*>(at), at += aligned_up(sizeof(State));
-  w.next_tile = reinterpret_cast<unsigned*>(at), at += aligned_up(int64_t(count) * (kPasses + 1) * sizeof(unsigned));
-  w.scales = reinterpret_cast<float*>(at);
-  for (int i = 0; i < count; i++) at += sizeof(float) * padded(matrices[i].cols);
-  w.sample = reinterpret_cast<int*>(at);
-  w.list = reinterpret_cast<Listed*>(at);
-  w.capacity = unsigned(size / kListShare);
-  return w;
-}
-
-// Matrices of one dtype, all in vectors or none, that share a launch.
-struct Group {
-  Table table;
-  DType dtype;
-  bool aligned;
-};
-
-bool aligned(const Scored& m) { return in_vectors(m.weight, m.row_stride, m.cols, itemsize(m.dtype)); }
-
-std::vector<Group> group(const Scored* matrices, int count, float* scales) {
-  std::vector<Group> groups;
-  int64_t element = 0, row = 0;
-  for (int i = 0; i < count; i++) {
-    const Scored& m = matrices[i];
-    Group* into = nullptr;
-    for (Group& g : groups)
-      if (g.dtype == m.dtype && g.aligned == aligned(m) && g.table.count < kMaxMatrices) into = &g;
-    if (!into) {
-      groups.push_back({});
-      into = &groups.back();
-      into->dtype = m.dtype, into->aligned = aligned(m);
-    }
-    Table& t = into->table;
-    t.entry[t.count++] = {m, scales, element, int32_t(row), t.tiles};
-    scales += padded(m.cols);
-    t.tiles += (m.rows + kTileRows - 1) / kTileRows;
-    element += int64_t(m.rows) * m.cols, row += m.rows;
-  }
-  return groups;
-}
-
-// The wanted rank scaled to the sample, and at least 3 of its standard deviations to either side.
-Ranks ranks_of(int64_t total, int64_t size, int drawn) {
-  int64_t below = std::min<int64_t>(drawn - 1, (size - total) * drawn / size);
-  int guess = drawn - int(below), margin = 0;
-  if (drawn < size) margin = int(1.5 * std::sqrt(double(drawn))) + 2;
-  return {{std::max(guess - margin, 1), guess, std::min(guess + margin, drawn)}, guess - margin < 1, guess + margin > drawn};
-}
-
-struct Launch {
-  Workspace space;
-  int32_t *larger, *equal, *bad;
-  int multiprocessors;
-  cudaStream_t stream;
-
-  template <class E>
-  void sample(const Group& g, int64_t size, int drawn) const {
-    _copy_scales_kernel<<<dim3(g.table.count, 4), 256, 0, stream>>>(g.table, bad);
-    _sample_kernel<E><<<(drawn + 255) / 256, 256, 0, stream>>>(g.table, space, size, drawn);
+#define PASS(NAME, WHICH)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks_per_sm<WEIGHT>()) NAME(                         \
+      const __grid_constant__ Table table, Workspace space, unsigned* next_tile, int32_t* larger, int32_t* equal,  \
+      int32_t* bad) {                                                                                              \
+    pass<WEIGHT, ROWS_ALIGNED, Pass::WHICH>(table, space, next_tile, larger, equal, bad);                               \
   }
 
-  template <class E, Pass PASS>
-  void pass(const Group& g, unsigned* next_tile) const {
-    int blocks = std::min(multiprocessors * blocks_per_sm<E>(), (g.table.tiles + kWarps - 1) / kWarps);
-    auto kernel = g.aligned ? _pass_kernel<E, true, PASS> : _pass_kernel<E, false, PASS>;
-    kernel<<<blocks, kWarps * 32, 0, stream>>>(g.table, space, next_tile, larger, equal, bad);
-  }
-
-  template <class E>
-  void run(const Group& g, int step, unsigned* next_tile, int64_t size, int drawn) const {
-    if (step < 0) sample<E>(g, size, drawn);
-    else if (step == 0) pass<E, Pass::first>(g, next_tile);
-    else if (step < kPasses) pass<E, Pass::next>(g, next_tile);
-    else pass<E, Pass::last>(g, next_tile);
-  }
-};
-
-}  // namespace
-
-int64_t threshold_workspace(const Scored* matrices, int count) {
-  int64_t size = size_of(matrices, count);
-  Workspace w = workspace_at(nullptr, matrices, count, size);
-  return reinterpret_cast<intptr_t>(w.sample) + std::max(int64_t(drawn_from(size)) * 4, int64_t(w.capacity) * 8);
-}
-
-cudaError_t count_at_threshold(
-    const Scored* matrices, int count, int64_t total, void* workspace, int32_t* larger, int32_t* equal, int32_t* bad, cudaStream_t stream) {
-  int64_t size = size_of(matrices, count);
-  for (int i = 0; i < count; i++)
-    if (matrices[i].rows < 1 || matrices[i].cols < 1) return cudaErrorInvalidValue;
-  if (total < 1 || total > size) return cudaErrorInvalidValue;
-  Launch launch{workspace_at(workspace, matrices, count, size), larger, equal, bad, 0, stream};
-  std::vector<Group> groups = group(matrices, count, launch.space.scales);
-  int device = 0, drawn = drawn_from(size);
-  cudaError_t error = cudaGetDevice(&device);
-  if (!error) error = cudaDeviceGetAttribute(&launch.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const Workspace& space = launch.space;
-  if (!error) error = cudaMemsetAsync(workspace, 0, reinterpret_cast<char*>(space.scales) - static_cast<char*>(workspace), stream);
-  if (error) return error;
-  Ranks ranks = ranks_of(total, size, drawn);
-  for (int step = -1; step <= kPasses; step++) {
-    for (size_t i = 0; i < groups.size(); i++) {
-      unsigned* next_tile = space.next_tile + std::max(step, 0) * count + i;
-      switch (groups[i].dtype) {
-        case DType::bf16: launch.run<Bf16>(groups[i], step, next_tile, size, drawn); break;
-        case DType::fp16: launch.run<Fp16>(groups[i], step, next_tile, size, drawn); break;
-        case DType::fp32: launch.run<Fp32>(groups[i], step, next_tile, size, drawn); break;
-      }
-    }
-    if (step == 0) _list_to_histogram_kernel<<<launch.multiprocessors * 4, 256, 0, stream>>>(space);
-    if (step >= 0 && step < kPasses) _narrow_kernel<<<1, 1024, 0, stream>>>(space, uint64_t(total), step == 0);
-    for (int digit = 0; step < 0 && digit < kRanks; digit++) {
-      _count_digits_kernel<<<std::min(launch.multiprocessors, (drawn + 1023) / 1024), 1024, 0, stream>>>(space, drawn, digit);
-      _pick_digits_kernel<<<1, 1024, 0, stream>>>(space, ranks, digit);
-    }
-    if ((error = cudaGetLastError())) return error;
-  }
-  int64_t rows = 0;
-  for (int i = 0; i < count; i++) rows += matrices[i].rows;
-  int blocks = launch.multiprocessors * 4;
-  _move_guesses_kernel<<<blocks, 256, 0, stream>>>(space, rows, larger, equal);
-  _count_listed_kernel<<<blocks, 256, 0, stream>>>(space, larger, equal);
-  return cudaGetLastError();
-}
+PASS(threshold_first, first)
+PASS(threshold_next, next)
+PASS(threshold_last, last)
 
 }  // namespace fwanda

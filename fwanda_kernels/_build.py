@@ -1,138 +1,134 @@
-"""Compile csrc/ into shared libraries, for setup.py and for `python -m fwanda_kernels --build`.
+"""Build native code ahead of time, for setup.py and for `python -m fwanda_kernels --build`.
 
-Both libraries use only LibTorch's stable ABI, so one build serves every torch from 2.10 on and every Python; they are
-loaded with `torch.ops.load_library`. setup.py runs this file without the package, so it imports nothing from it. It
-finds torch's headers without importing torch.
+The library for CPUs uses only LibTorch's stable ABI, so one build serves every torch from 2.10 on and every Python; it
+is loaded with `torch.ops.load_library`. The CUDA kernels become cubins, which no version of torch or Python matters to.
+setup.py runs this file without the package, so it imports nothing from it. It finds torch's headers without importing
+torch.
 
-Environment: CXX, CUDA_HOME, TORCH_CUDA_ARCH_LIST (as in torch: "8.0;9.0+PTX"), MAX_JOBS.
+Environment: CXX, CUDA_HOME, TORCH_CUDA_ARCH_LIST (as in torch: "9.0;10.0"), MAX_JOBS.
 """
 
 import importlib.util
 import os
+import re
+import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-LIBRARIES = {"cpu": "libfwanda_cpu.stable.so", "cuda": "libfwanda_cuda.stable.so"}
+CPU_LIBRARY = "libfwanda_cpu.stable.so"
+CUBINS = "cubins"  # folder of the package
+CHOICES = ("cpu", "cuda", "all")
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
-NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DUSE_CUDA", "-cudart", "static"]
-DEFAULT_ARCHS = ("9.0", "10.0")  # what the CUDA kernels serve; older cards run Triton
 
 
 class BuildError(RuntimeError):
-    """A native library cannot be built here; the message says what is missing or shows the compiler's output."""
+    """Native code cannot be built here; the message says what is missing or shows the compiler's output."""
 
 
-def build(which: str, out_dir: Path | None = None) -> list[Path]:
-    """Compile one or both native libraries.
+def build(which: str, out_dir: Path | None = None, archs: Sequence[int] | None = None) -> list[Path]:
+    """Compile the native code for CPUs, for CUDA, or both.
 
     Args:
-        which: `cpu`, `cuda` (needs nvcc, but neither a GPU nor a CUDA build of torch) or `all` (both).
-        out_dir: folder to write to; the package itself when None, where `find_library` looks.
+        which: `cpu`, `cuda` (needs NVRTC or nvcc, but neither a GPU nor a CUDA build of torch) or `all` (both).
+        out_dir: folder to write to; the package itself when None, where it is looked for.
+        archs: for CUDA, compute capabilities times ten; those of TORCH_CUDA_ARCH_LIST, or 90, 100 and 120 when None.
 
     Returns:
-        The libraries written. If a build fails, the old library stays as it was.
+        The library, and the folder of cubins. If a build fails, the old one stays as it was.
 
     Raises:
-        BuildError: a tool, torch or the sources are missing, the folder is not writable, or a compile failed.
+        BuildError: a tool, torch, the sources or an architecture are missing, the folder is not writable, or a compile
+            failed.
         ValueError: `which` is none of the three.
     """
-    if which not in (*LIBRARIES, "all"):
+    if which not in CHOICES:
         raise ValueError(f"build: which must be cpu, cuda or all, got {which!r}")
     out_dir = Path(out_dir or PACKAGE)
     if not os.access(out_dir, os.W_OK):
         raise BuildError(f"cannot write to {out_dir}: build as its owner, or install into an environment of your own")
-    compilers = {"cpu": _build_cpu, "cuda": _build_cuda}
-    return [_into(out_dir / LIBRARIES[name], compilers[name]) for name in LIBRARIES if which in (name, "all")]
+    built = []
+    if which in ("cpu", "all"):
+        built.append(_build_cpu(out_dir))
+    if which in ("cuda", "all"):
+        built.append(_build_cuda(out_dir, _listed_archs() if archs is None else archs))
+    return built
 
 
 def build_for_install(mode: str, out_dir: Path, *, keep: bool = False) -> list[Path]:
     """Serve FWANDA_BUILD while the package is being installed.
 
     Args:
-        mode: `0` builds nothing; `auto` builds what this machine has tools for, and never fails; `cpu`, `cuda` and
-            `all` build just that or raise.
+        mode: `0` builds nothing; `auto` builds the library for CPUs if this machine has the tools, and never fails
+            (CUDA kernels compile on first use); `cpu`, `cuda` and `all` build just that or raise.
         out_dir: the package folder being put together.
-        keep: leave libraries of an earlier build in `out_dir` (an editable install), instead of removing them.
+        keep: leave what an earlier build left in `out_dir` (an editable install), instead of removing it.
 
     Returns:
-        The libraries written.
+        What build() returns.
 
     Raises:
         BuildError: an explicit mode could not be served.
         ValueError: unknown mode.
     """
-    if mode not in ("auto", "0", "all", *LIBRARIES):
+    if mode not in ("auto", "0", *CHOICES):
         raise ValueError(f"FWANDA_BUILD must be auto, 0, cpu, cuda or all, got {mode!r}")
     if not keep:
-        for name in LIBRARIES.values():
-            (out_dir / name).unlink(missing_ok=True)
+        (out_dir / CPU_LIBRARY).unlink(missing_ok=True)
+        shutil.rmtree(out_dir / CUBINS, ignore_errors=True)
     if mode == "0":
         return []
     if mode != "auto":
         return build(mode, out_dir)
-    built = []
-    for name in LIBRARIES:
-        try:
-            if name == "cuda" and not (_torch() / "lib" / "libtorch_cuda.so").exists():
-                raise BuildError("torch is a CPU build")
-            built += build(name, out_dir)
-        except Exception as error:
-            print(f"fwanda-kernels: installing without the {name} library: {error}")
-    return built
+    try:
+        return build("cpu", out_dir)
+    except Exception as error:
+        print(f"fwanda-kernels: installing without the cpu library: {error}")
+        return []
 
 
-def find_library(which: str) -> Path | None:
-    """Path of the built `cpu` or `cuda` library beside the package, or None if it was not built."""
-    path = PACKAGE / LIBRARIES[which]
+def find_library() -> Path | None:
+    """Path of the library for CPUs beside the package, or None if it was not built."""
+    path = PACKAGE / CPU_LIBRARY
     return path if path.is_file() else None
 
 
-def _into(target: Path, compile_to) -> Path:
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as work:
-        os.replace(compile_to(Path(work)), target)
+def _build_cpu(out_dir: Path) -> Path:
+    torch, target = _torch(), out_dir / CPU_LIBRARY
+    command = [*_host_compiler(), *CXX_FLAGS, *STABLE_ABI, f"-I{torch / 'include'}", str(_sources() / "cpu.cpp")]
+    # libtorch.so brings libtorch_cpu
+    link = [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch"]
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=out_dir) as work:
+        _run([*command, "-shared", "-o", f"{work}/cpu.so", *link])
+        os.replace(f"{work}/cpu.so", target)
     return target
 
 
-def _build_cpu(work: Path) -> Path:
-    torch, library = _torch(), work / "cpu.so"
-    command = [*_host_compiler(), *CXX_FLAGS, *STABLE_ABI, f"-I{torch / 'include'}", str(_sources() / "cpu.cpp")]
-    _run([*command, "-shared", "-o", str(library), *_link(torch)])
-    return library
+def _build_cuda(out_dir: Path, archs: Sequence[int] | None) -> Path:
+    compiling = runpy.run_path(str(PACKAGE / "_backends" / "cuda" / "compile.py"))
+    try:
+        compiling["build"](out_dir / CUBINS, archs)
+    except (compiling["CompileError"], OSError) as error:
+        raise BuildError(str(error)) from error
+    return out_dir / CUBINS
 
 
-def _build_cuda(work: Path) -> Path:
-    torch, nvcc, library = _torch(), _nvcc(), work / "cuda.so"
-    sources = sorted(_sources().glob("*.cu"))
-    if not sources:
-        raise BuildError(f"no .cu files in {_sources()}")
-    objects = [work / f"{source.stem}.o" for source in sources]
-    archs = _arch_flags(nvcc)
-    command = [nvcc, *NVCC_FLAGS, *archs, *STABLE_ABI, f"-I{torch / 'include'}"]
-    _compile({obj: [*command, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects, strict=True)}, work)
-    _run([nvcc, "-shared", "-cudart", "static", *archs, *map(str, objects), "-o", str(library), *_link(torch)])
-    return library
-
-
-def _compile(jobs: dict[Path, list[str]], work: Path) -> None:
-    """Run the commands that make the objects, at most MAX_JOBS at once, by ninja where it is installed."""
-    most = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-    ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else [shutil.which("ninja")]
-    if ninja[0] is None:
-        with ThreadPoolExecutor(most) as pool:
-            list(pool.map(_run, jobs.values()))
-        return
-    lines = ["rule run", "  command = $line"]
-    for target, command in jobs.items():
-        lines += [f"build {target.name}: run", f"  line = {shlex.join(command).replace('$', '$$')}"]
-    (work / "build.ninja").write_text("\n".join(lines) + "\n")
-    _run([*ninja, "-C", str(work), "-j", str(most)])
+def _listed_archs() -> list[int] | None:
+    """The architectures of TORCH_CUDA_ARCH_LIST that the kernels serve; None if it is empty."""
+    archs = []
+    for entry in os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
+        match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", entry)
+        if match is None:
+            raise BuildError(f"TORCH_CUDA_ARCH_LIST: expected entries such as 9.0 or 9.0+PTX, got {entry!r}")
+        archs.append(10 * int(match[1]) + int(match[2]))
+    if archs and max(archs) < 90:
+        raise BuildError("TORCH_CUDA_ARCH_LIST: the CUDA kernels need 9.0 or newer; older cards run Triton")
+    return [arch for arch in archs if arch >= 90] or None
 
 
 def _sources() -> Path:
@@ -159,36 +155,6 @@ def _host_compiler() -> list[str]:
         if shutil.which(name):
             return [name]
     raise BuildError("no C++ compiler found: install g++ or clang++, or set CXX")
-
-
-def _nvcc() -> str:
-    home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which(str(Path(home, "bin", "nvcc"))) if home else shutil.which("nvcc")
-    if nvcc is None:
-        raise BuildError(f"no nvcc in {home}/bin (CUDA_HOME)" if home else "no nvcc found: set CUDA_HOME or PATH")
-    return nvcc
-
-
-def _arch_flags(nvcc: str) -> list[str]:
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    if not listed:
-        known = _run([nvcc, "--list-gpu-code"]).split()
-        listed = [arch for arch in DEFAULT_ARCHS if f"sm_{arch.replace('.', '')}" in known]
-        listed[-1] += "+PTX"
-    flags = []
-    for entry in listed:
-        arch = entry.removesuffix("+PTX").replace(".", "")
-        if not arch.rstrip("af").isdigit():
-            raise BuildError(f"TORCH_CUDA_ARCH_LIST: expected entries such as 9.0 or 9.0+PTX, got {entry!r}")
-        flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
-        if entry.endswith("+PTX"):
-            flags.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
-    return flags
-
-
-def _link(torch: Path) -> list[str]:
-    # libtorch.so brings libtorch_cpu and, in a CUDA build, libtorch_cuda
-    return [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch"]
 
 
 def _run(command: list[str]) -> str:

@@ -3,6 +3,8 @@
 A backend is one module for each device, or for each family of ops; its functions have the names and arguments of the
 ops. It is imported on the first call that could use it. Importing a backend that cannot serve on this machine raises
 ImportError with the reason. A function that returns NotImplemented declines its arguments; the next backend is tried.
+So it is if a function raises ImportError, before it has changed anything; then it is not called again for this op.
+A module may have a function about(), whose text explain() adds: where its kernels come from.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +31,17 @@ except ImportError:
     NAMESPACE = "fwanda"
 else:
     NAMESPACE = add_op_namespace_prefix("").removesuffix("::")
-MODULES = {"native": "._backends.native_{device}", "triton": "._backends.triton.{family}"}
+MODULES = {
+    "native": {"cpu": "._backends.native_cpu", "cuda": "._backends.cuda.{family}"},
+    "triton": {"cpu": "._backends.triton.{family}", "cuda": "._backends.triton.{family}"},
+}
 BACKENDS = (*MODULES, "reference")
 ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _forced: tuple[list[str], ...] = ()  # the open blocks of use_backend(), the last entered at the end: [name] each
 _forcing = Lock()
+_refused: dict[tuple[str, str, str], str] = {}  # backend, device, op -> why the backend gave up at a call
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,13 @@ def _serve(name: str, device: str, schema: torch.FunctionSchema) -> Callable:
         with _autograd.below_autograd():
             for backend in candidates:
                 kernel = _kernel(backend, device, name)
-                result = kernel(*args) if callable(kernel) else NotImplemented
+                if not callable(kernel):
+                    continue
+                try:
+                    result = kernel(*args)
+                except ImportError as error:
+                    _refused[backend, device, name] = str(error)
+                    continue
                 if result is not NotImplemented:
                     return result
         raise BackendError(f"{name}: {_refusal(name, device)}")
@@ -143,9 +156,14 @@ def forced_backend() -> str | None:
     return name
 
 
-@cache
 def _kernel(backend: str, device: str, name: str) -> Callable | str:
-    """A backend's function for an op, or the reason why it has none. Either is looked for once in a process."""
+    """A backend's function for an op, or the reason why it has none."""
+    return _refused.get((backend, device, name)) or _find(backend, device, name)
+
+
+@cache
+def _find(backend: str, device: str, name: str) -> Callable | str:
+    """The same as it was before any call. It is looked for once in a process."""
     try:
         return _load(backend, device, name)
     except ImportError as error:
@@ -157,7 +175,7 @@ def _load(backend: str, device: str, name: str) -> Callable:
         return OPS[name].reference
     if backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ImportError("serves CPU tensors only under TRITON_INTERPRET=1, when forced")
-    module = MODULES[backend].format(device=device, family=OPS[name].family)
+    module = MODULES[backend][device].format(family=OPS[name].family)
     found = importlib.util.find_spec(module, __package__) is not None
     kernel = getattr(importlib.import_module(module, __package__), name, None) if found else None
     if kernel is None:
@@ -210,6 +228,8 @@ def _usable(name: str, device: str) -> list[str]:
 def explain(name: str) -> dict[str, dict[str, str]]:
     """Say why each backend does or does not serve an op: {device: {backend: "serves" | "fallback" | reason}}.
 
+    After "serves" and "fallback" may stand where the kernels come from: "serves (built by NVRTC 13.0)".
+
     Raises:
         ValueError: name is not an op.
     """
@@ -224,7 +244,8 @@ def explain(name: str) -> dict[str, dict[str, str]]:
 
 def _status(backend: str, device: str, name: str, usable: list[str]) -> str:
     if backend in usable:
-        return "serves" if backend == usable[0] else "fallback"
+        about = getattr(sys.modules[_kernel(backend, device, name).__module__], "about", None)
+        return ("serves" if backend == usable[0] else "fallback") + (f" ({about()})" if about else "")
     if device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device"
     kernel = _kernel(backend, device, name)

@@ -300,6 +300,17 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A hooked module returns a tuple, or gets its input by an unexpected keyword",
         "measured; what has no input or output of floats is an error of one line that names the module",
     ),
+    "no CUDA kernels": (
+        "CUDA kernels cannot be compiled or loaded: no NVRTC, an old driver, an unknown card",
+        "Triton serves; `python -m fwanda_kernels` says why in one line",
+    ),
+    "broken cubin": ("A file of the kernel cache is cut, changed or foreign", "it is compiled anew"),
+    "no cubin cache": ("The kernel cache cannot be written, or the disk is full", "kernels are compiled and not kept"),
+    "cubin race": ("Several processes compile the same kernels at once", "all get the same code, and one file stays"),
+    "wrong CUDA context": (
+        "A thread calls an op before it used the GPU, or while it uses another one",
+        "the kernel runs on the device of the tensor, and the thread's context stays as it was",
+    ),
     "not a tensor": (
         "An op gets a list, an array, a sparse tensor, or sums of another size",
         "one line that names the op and the argument; nothing is changed",

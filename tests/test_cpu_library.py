@@ -6,7 +6,7 @@ import torch
 import fwanda_kernels as fk
 from fwanda_kernels._build import find_library
 
-LIBRARY = find_library("cpu")
+LIBRARY = find_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="not built: python -m fwanda_kernels --build cpu")
 if LIBRARY:
     torch.ops.load_library(str(LIBRARY))

@@ -14,6 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "csrc", "fwanda_kernels", "python"]
 build = runpy.run_path(str(ROOT / "fwanda_kernels" / "_build.py"))
+compiling = runpy.run_path(str(ROOT / "fwanda_kernels" / "_backends" / "cuda" / "compile.py"))
+try:
+    compiling["compiler"]()
+    no_cuda_compiler = ""
+except compiling["CompileError"] as error:
+    no_cuda_compiler = str(error)
+needs_cuda_compiler = pytest.mark.skipif(bool(no_cuda_compiler), reason=no_cuda_compiler)
 needs_compiler = pytest.mark.skipif(not (shutil.which("c++") or os.environ.get("CXX")), reason="no C++ compiler")
 
 
@@ -46,16 +53,10 @@ def only_wheel(tree):
     return wheel, set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_no_op_is_in_both_libraries():
-    """Both are loaded into one namespace."""
-    cpu, cuda = (
-        set(re.findall(r'm\.def\(\s*"(\w+)', (ROOT / "csrc" / name).read_text())) for name in ("cpu.cpp", "bindings.cu")
-    )
-    assert "nm_mask" in cpu and "compress_24" in cuda and not cpu & cuda
-
-
 def test_pure_wheel_holds_both_packages_and_the_sources_and_no_library(source_tree):
-    (source_tree / "fwanda_kernels" / build["LIBRARIES"]["cpu"]).write_bytes(b"left by an earlier build")
+    (source_tree / "fwanda_kernels" / build["CPU_LIBRARY"]).write_bytes(b"left by an earlier build")
+    (source_tree / "fwanda_kernels" / build["CUBINS"]).mkdir(exist_ok=True)
+    (source_tree / "fwanda_kernels" / build["CUBINS"] / "old.cubin").write_bytes(b"left by an earlier build")
     done = build_wheel(source_tree, "0")
     assert done.returncode == 0, done.stderr
     wheel, names = only_wheel(source_tree)
@@ -72,7 +73,7 @@ def test_pure_wheel_holds_both_packages_and_the_sources_and_no_library(source_tr
     }
     assert {"fwanda_kernels/_backends/triton/obs.py", "fwanda_kernels/csrc/bad.h"} <= expected
     assert expected | {"fwanda_kernels/py.typed", "fwanda_pruner/py.typed"} <= names
-    assert not [name for name in names if name.endswith(".so")]
+    assert not [name for name in names if name.endswith((".so", ".cubin"))]
 
 
 def test_source_archive_holds_sources_and_tests_and_builds_the_same_wheel(source_tree, tmp_path):
@@ -82,9 +83,9 @@ def test_source_archive_holds_sources_and_tests_and_builds_the_same_wheel(source
     (archive,) = (source_tree / "dist").iterdir()
     shutil.unpack_archive(archive, tmp_path, filter="data")
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
-    for name in ("csrc/cpu.cpp", "csrc/threshold.cuh", "tests/tiny.py", "docs/methods.md", "examples/nn_prune.py"):
+    for name in ("csrc/cpu.cpp", "csrc/columns.cuh", "tests/tiny.py", "docs/methods.md", "examples/nn_prune.py"):
         assert (unpacked / name).is_file(), name
-    assert not [path for path in unpacked.rglob("*") if path.suffix in (".so", ".pyc")]
+    assert not [path for path in unpacked.rglob("*") if path.suffix in (".so", ".pyc", ".cubin")]
     archive.unlink()
     for tree in (source_tree, unpacked):
         assert build_wheel(tree, "0").returncode == 0
@@ -104,7 +105,7 @@ def test_cpu_build_tags_the_wheel_for_its_platform_only(source_tree):
     assert done.returncode == 0, done.stderr
     wheel, names = only_wheel(source_tree)
     assert "-py3-none-" in wheel.name and "any" not in wheel.name
-    assert f"fwanda_kernels/{build['LIBRARIES']['cpu']}" in names
+    assert f"fwanda_kernels/{build['CPU_LIBRARY']}" in names
     assert build_wheel(source_tree, "0").returncode == 0
     assert any(path.name.endswith("-py3-none-any.whl") for path in (source_tree / "dist").iterdir())
 
@@ -115,14 +116,12 @@ def test_explicit_build_without_a_compiler_fails_and_says_what_to_do(tmp_path, m
     monkeypatch.delenv("CUDA_HOME", raising=False)
     with pytest.raises(build["BuildError"], match="no C\\+\\+ compiler found: install g\\+\\+"):
         build["build_for_install"]("cpu", tmp_path)
-    with pytest.raises(build["BuildError"], match="no nvcc found: set CUDA_HOME"):
-        build["build"]("cuda", tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @needs_compiler
 def test_failed_compile_shows_the_compiler_and_keeps_the_old_library(tmp_path, monkeypatch):
-    old = tmp_path / build["LIBRARIES"]["cpu"]
+    old = tmp_path / build["CPU_LIBRARY"]
     old.write_bytes(b"old")
     monkeypatch.setenv("CXX", "c++ -fno-such-option")
     with pytest.raises(build["BuildError"], match="no-such-option"):
@@ -137,40 +136,43 @@ def test_unknown_modes_are_refused_by_name(tmp_path):
         build["build"]("gpu", tmp_path)
 
 
+def test_cuda_build_without_a_compiler_fails_and_says_what_to_do(tmp_path):
+    """Without its site-packages, Python finds no NVRTC of a wheel."""
+    if list(Path("/usr/local/cuda/lib64").glob("libnvrtc.so.*")):
+        pytest.skip("the toolkit has NVRTC")
+    script = str(ROOT / "fwanda_kernels" / "_build.py")
+    code = f"import runpy, pathlib; runpy.run_path({script!r})['build']('cuda', pathlib.Path({str(tmp_path)!r}))"
+    environment = {"PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, env=environment)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith("pip install nvidia-cuda-nvrtc; or set CUDA_HOME or PATH, so that nvcc is found")
+    assert not list(tmp_path.iterdir())
+
+
+@needs_cuda_compiler
 @pytest.mark.parametrize(
-    ("listed", "flags"),
+    ("listed", "message"),
     [
-        ("9.0a", ["-gencode=arch=compute_90a,code=sm_90a"]),
-        (
-            "8.0;10.0+PTX",
-            [
-                "-gencode=arch=compute_80,code=sm_80",
-                "-gencode=arch=compute_100,code=sm_100",
-                "-gencode=arch=compute_100,code=compute_100",
-            ],
-        ),
+        ("8.0;19.9+PTX", "builds for 90, .*, got 199"),
+        ("7.5 8.0", "the CUDA kernels need 9.0 or newer"),
+        ("Hopper", "expected entries such as 9.0 or 9.0.PTX, got 'Hopper'"),
     ],
 )
-def test_cuda_architectures_follow_torch_cuda_arch_list(listed, flags, tmp_path, monkeypatch):
-    """A compiler that refuses everything shows the command it was given."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "bin" / "nvcc").chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+def test_cuda_architectures_follow_torch_cuda_arch_list(listed, message, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
-    with pytest.raises(build["BuildError"]) as error:
+    with pytest.raises(build["BuildError"], match=message):
         build["build"]("cuda", tmp_path)
-    command = next(line for line in str(error.value).splitlines() if "-gencode" in line)
-    assert [word for word in command.split() if word.startswith("-gencode")] == flags
+    assert not list(tmp_path.iterdir())
 
 
-def test_an_unreadable_architecture_is_named(tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch(mode=0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
-    with pytest.raises(build["BuildError"], match="got 'Hopper'"):
-        build["build"]("cuda", tmp_path)
+@needs_cuda_compiler
+def test_cuda_build_puts_a_cubin_of_each_module_into_a_wheel_for_every_platform(source_tree):
+    done = build_wheel(source_tree, "cuda", TORCH_CUDA_ARCH_LIST="9.0")
+    assert done.returncode == 0, done.stderr
+    wheel, names = only_wheel(source_tree)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    expected = {f"fwanda_kernels/cubins/{'-'.join(module)}-sm_90.cubin" for module in compiling["MODULES"]}
+    assert {name for name in names if name.endswith(".cubin")} == expected
 
 
 def test_the_extra_prune_holds_no_package_that_only_some_runs_need():

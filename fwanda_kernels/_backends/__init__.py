@@ -1,6 +1,6 @@
 """The fast backends. Each module has functions with the names and arguments of the ops it serves.
 
-native_cpu and native_cuda wrap the libraries that `python -m fwanda_kernels --build` compiles from csrc/; triton/ has a
+native_cpu wraps the library that `python -m fwanda_kernels --build cpu` compiles from csrc/; cuda/ and triton/ have a
 module for each family of ops. _dispatch.py imports a module on the first call that could use it. A module that cannot
 serve on this machine raises ImportError with the reason; a function returns NotImplemented for arguments it declines.
 
@@ -14,8 +14,8 @@ import torch
 from .._build import find_library
 
 
-def load_library(device: str, symbols: tuple[str, ...]) -> None:
-    """Load the compiled library for "cpu" or "cuda" into `torch.ops.fwanda_C`. Nothing is compiled here.
+def load_library(symbols: tuple[str, ...]) -> None:
+    """Load the compiled library for CPUs into `torch.ops.fwanda_C`. Nothing is compiled here.
 
     Args:
         symbols: the ops of `torch.ops.fwanda_C` that the caller needs.
@@ -23,12 +23,12 @@ def load_library(device: str, symbols: tuple[str, ...]) -> None:
     Raises:
         ImportError: the library is not built, cannot be loaded, or lacks a symbol; the message says what to do.
     """
-    path = find_library(device)
+    path = find_library()
     if path is None:
-        raise ImportError(f"not built; run python -m fwanda_kernels --build {device}")
+        raise ImportError("not built; run python -m fwanda_kernels --build cpu")
     try:
         torch.ops.load_library(path)
     except OSError as error:
         raise ImportError(f"{path.name} cannot be loaded: {error}") from error
     if not all(hasattr(torch.ops.fwanda_C, symbol) for symbol in symbols):
-        raise ImportError(f"{path.name} is of another version; run python -m fwanda_kernels --build {device}")
+        raise ImportError(f"{path.name} is of another version; run python -m fwanda_kernels --build cpu")

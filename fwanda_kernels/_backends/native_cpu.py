@@ -8,7 +8,7 @@ from torch import Tensor
 from .._checks import report_bad
 from . import load_library
 
-load_library("cpu", ("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_"))
+load_library(("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_"))
 _C = torch.ops.fwanda_C
 
 

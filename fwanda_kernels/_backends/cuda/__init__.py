@@ -1,0 +1,152 @@
+"""CUDA from compute capability 9.0 on (Hopper): kernels of csrc/*.cu, compiled by NVRTC and launched by the driver API.
+
+A module for each family of ops plans its launches; run() queues them. Nothing is compiled before the first call of an
+op; cubins are kept on disk (disk.py), and a wheel may bring them (compile.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from . import compile as compiling
+from . import disk
+from .driver import Device, Launch, Zero, capability, check_driver, count_devices
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ITEMSIZE = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+MAX_SIZE = 0x7FFFFFFF  # of a dimension
+_origins: dict[tuple[str, str], str] = {}  # module -> where its code is from, of those that were loaded
+_lock = Lock()
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether the card of a tensor has the instructions that the kernels need."""
+    return _serves_device(tensor.get_device())
+
+
+@cache
+def _serves_device(index: int) -> bool:
+    return 10 * capability(index)[0] >= compiling.OLDEST_ARCH
+
+
+def dense_rows(matrix: Tensor) -> bool:
+    """Whether the card serves and the matrix is not empty and has neighbouring columns side by side in memory."""
+    rows, cols = matrix.shape
+    return serves(matrix) and 0 < rows <= MAX_SIZE and 0 < cols <= MAX_SIZE and (matrix.stride(1) == 1 or cols == 1)
+
+
+def aligned(address: int, row_stride: int, cols: int, itemsize: int) -> bool:
+    """Whether 16-byte loads fit a matrix: every row begins at 16 bytes, and the last column ends one of them."""
+    return not (address | row_stride * itemsize | cols * itemsize) % 16
+
+
+def variant(dtype: torch.dtype, in_vectors: bool) -> str:
+    """The variant of a module for weights of a dtype."""
+    return DTYPES[dtype] if in_vectors else f"{DTYPES[dtype]}-unaligned"
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    return _device(tensor.get_device()).multiprocessors
+
+
+def run(like: Tensor, steps: Sequence[Launch | Zero]) -> None:
+    """Queue steps on the current stream of a tensor's device.
+
+    Raises:
+        ImportError: a kernel cannot be compiled or loaded; nothing was queued.
+        RuntimeError: a launch failed.
+    """
+    index = like.get_device()
+    # what code compiled by torch.compile calls; torch.cuda.current_stream() takes ten times as long
+    _device(index).run(steps, torch._C._cuda_getCurrentRawStream(index))
+
+
+@cache
+def _device(index: int) -> Device:
+    return Device(index, find_code)
+
+
+def find_code(module: tuple[str, str], capability: tuple[int, int]) -> bytes:
+    """The cubin of a module for a card: from the package, from the disk, or compiled now.
+
+    Raises:
+        ImportError: it cannot be compiled here.
+    """
+    with _lock:
+        try:
+            cubin, origin = _find(module, capability)
+        except compiling.CompileError as error:
+            raise ImportError(str(error)) from error
+        _origins[module] = origin
+        return cubin.code
+
+
+def _find(module: tuple[str, str], capability: tuple[int, int]) -> tuple[compiling.Cubin, str]:
+    if cubin := compiling.built(*module, capability):
+        return cubin, f"built by {cubin.by}"
+    nvrtc = compiling.find_nvrtc()
+    arch = _arch(nvrtc, capability)
+    if cubin := disk.load(*module, arch, nvrtc.name):
+        return cubin, f"compiled by {cubin.by} in {cubin.seconds:.1f} s, from the cache"
+    cubin = nvrtc.compile(*module, arch)
+    reason = disk.store(*module, arch, cubin)
+    kept = "cached" if reason is None else f"not cached: {reason}"
+    return cubin, f"compiled by {cubin.by} in {cubin.seconds:.1f} s, {kept}"
+
+
+def _arch(nvrtc: compiling.Nvrtc, capability: tuple[int, int]) -> int:
+    if arch := compiling.best_arch(capability, nvrtc.archs):
+        return arch
+    known = ", ".join(map(str, nvrtc.archs))
+    raise compiling.CompileError(f"{nvrtc.name} compiles for sm_{known}, the card is sm_{capability[0]}{capability[1]}")
+
+
+def about(family: str) -> str:
+    """Where the kernels of a family come from, as the end of a line of explain()."""
+    loaded = {variant: origin for (name, variant), origin in sorted(_origins.items()) if name == family}
+    if loaded:
+        return "; ".join(f"{variant}: {origin}" for variant, origin in loaded.items())
+    return _source(family, _served_capability())
+
+
+def _source(family: str, capability: tuple[int, int]) -> str:
+    """Where the kernels of a family will come from."""
+    variants = list(compiling.FAMILIES[family])
+    if all(compiling.built(family, variant, capability) for variant in variants):
+        return f"built by {compiling.built(family, variants[0], capability).by}"
+    nvrtc = compiling.find_nvrtc()
+    arch = _arch(nvrtc, capability)
+    kept = sum(disk.load(family, variant, arch, nvrtc.name) is not None for variant in variants)
+    return f"{nvrtc.name} compiles them on first use; {kept} of {len(variants)} variants are in the cache"
+
+
+def _served_capability() -> tuple[int, int]:
+    """The compute capability of the first card that the kernels serve.
+
+    Raises:
+        ImportError: there is none.
+    """
+    cards = [capability(index) for index in range(count_devices())]
+    for card in cards:
+        if 10 * card[0] >= compiling.OLDEST_ARCH:
+            return card
+    found = ", ".join(f"{major}.{minor}" for major, minor in cards) or "no card"
+    raise ImportError(f"needs compute capability 9.0 or newer, got {found}")
+
+
+def _expect_kernels() -> None:
+    """Raise ImportError, with the reason, where the kernels cannot be had."""
+    check_driver()
+    card = _served_capability()
+    try:
+        _source("stats", card)
+    except compiling.CompileError as error:
+        raise ImportError(str(error)) from error
+
+
+_expect_kernels()

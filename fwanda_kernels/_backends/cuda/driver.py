@@ -1,0 +1,251 @@
+"""The part of the CUDA driver API that loads and launches kernels, through ctypes.
+
+torch owns the GPU: this module takes its contexts and streams, and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from functools import cache
+from threading import Lock
+from typing import NamedTuple
+
+OLDEST_DRIVER = 12010  # CUDA 12.1, driver 530: kernel arguments of more than 4 KB
+_MAX_SHARED = 48 * 1024  # bytes of dynamic shared memory that a kernel may have without asking
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
+_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_WRONG_IMAGE = (200, 209, 500)  # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, NOT_FOUND
+_ARGUMENTS = {
+    "cuInit": [c_uint],
+    "cuDriverGetVersion": [c_void_p],
+    "cuDeviceGetCount": [c_void_p],
+    "cuDeviceGetAttribute": [c_void_p, c_int, c_int],
+    "cuDevicePrimaryCtxRetain": [c_void_p, c_int],
+    "cuCtxGetCurrent": [c_void_p],
+    "cuCtxPushCurrent_v2": [c_void_p],
+    "cuCtxPopCurrent_v2": [c_void_p],
+    "cuThreadExchangeStreamCaptureMode": [c_void_p],
+    "cuModuleLoadData": [c_void_p, c_char_p],
+    "cuModuleGetFunction": [c_void_p, c_void_p, c_char_p],
+    "cuFuncSetAttribute": [c_void_p, c_int, c_int],
+    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
+    "cuLaunchKernelEx": [c_void_p, c_void_p, c_void_p, c_void_p],
+    "cuMemsetD8Async": [c_void_p, c_ubyte, c_size_t, c_void_p],
+    "cuGetErrorString": [c_int, c_void_p],
+}
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", c_int), ("pad", c_char * 4), ("value", c_int), ("rest", c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *[(name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")],
+        ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint),
+    ]  # fmt: skip
+
+
+_EARLY = _Attribute(_PROGRAMMATIC, value=1)
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed, perhaps because of an earlier kernel of this process."""
+
+    def __init__(self, function: str, code: int):
+        text = c_char_p()
+        _driver()["cuGetErrorString"](code, byref(text))
+        super().__init__(f"{function}: {(text.value or b'unknown error').decode()} ({code})")
+        self.code = code
+
+
+class Zero(NamedTuple):
+    """Sets bytes of device memory to 0."""
+
+    address: int
+    size: int
+
+
+class Launch(NamedTuple):
+    """A kernel and how it is launched.
+
+    Attributes:
+        module: family and variant, as in compile.MODULES.
+        kernel: its name in the .cu file.
+        blocks: of the grid in x; rows of the grid are `blocks_y`.
+        threads: of a block.
+        parameters: the bytes of each parameter, in order.
+        shared: bytes of dynamic shared memory.
+        early: it may start while the kernel before it ends, and waits for that one itself.
+    """
+
+    module: tuple[str, str]
+    kernel: str
+    blocks: int
+    threads: int
+    parameters: Sequence[bytes]
+    shared: int = 0
+    blocks_y: int = 1
+    early: bool = False
+
+
+class _Function:
+    """A kernel in the context of one device."""
+
+    def __init__(self, handle: int):
+        self.handle, self.max_shared = handle, _MAX_SHARED
+        self._lock = Lock()
+
+    def allow_shared(self, size: int) -> None:
+        with self._lock:
+            if size > self.max_shared:
+                call("cuFuncSetAttribute", self.handle, _DYNAMIC_SHARED, size)
+                self.max_shared = size
+
+
+class Device:
+    """One GPU, and the kernels that are loaded there.
+
+    Args:
+        index: of the device, as torch and the driver count them.
+        find_code: gives the cubin of a module for a compute capability.
+
+    Attributes:
+        capability: (major, minor).
+        multiprocessors: how many the card has.
+    """
+
+    def __init__(self, index: int, find_code: Callable[[tuple[str, str], tuple[int, int]], bytes]):
+        self.index, self._find_code = index, find_code
+        self.capability = capability(index)
+        self.multiprocessors = _attribute(_MULTIPROCESSORS, index)
+        context = c_void_p()
+        call("cuDevicePrimaryCtxRetain", byref(context), index)
+        self._context = context.value
+        self._modules: dict[tuple[str, str], int] = {}
+        self._functions: dict[tuple[tuple[str, str], str], _Function] = {}
+        self._lock = Lock()
+
+    def run(self, steps: Sequence[Launch | Zero], stream: int) -> None:
+        """Queue the steps on a stream, in order. All kernels are loaded before the first is launched.
+
+        Raises:
+            ImportError: a kernel cannot be compiled or loaded here; nothing was queued.
+            DriverError: a launch failed.
+        """
+        current = c_void_p()
+        call("cuCtxGetCurrent", byref(current))
+        if current.value == self._context:
+            self._run(steps, stream)
+            return
+        # a thread of its own, or one that works on another device
+        call("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._run(steps, stream)
+        finally:
+            call("cuCtxPopCurrent_v2", byref(current))
+
+    def _run(self, steps: Sequence[Launch | Zero], stream: int) -> None:
+        known = self._functions
+        for step in steps:
+            if type(step) is Launch and (step.module, step.kernel) not in known:
+                self._load(step.module, step.kernel)
+        for step in steps:
+            if type(step) is Launch:
+                _launch(known[step.module, step.kernel], step, stream)
+            else:
+                call("cuMemsetD8Async", step.address, 0, step.size, stream)
+
+    def _load(self, module: tuple[str, str], kernel: str) -> None:
+        """In relaxed mode, loading is allowed while a stream of this or another thread is being captured."""
+        with self._lock:
+            mode = c_int(_RELAXED)
+            call("cuThreadExchangeStreamCaptureMode", byref(mode))
+            try:
+                if module not in self._modules:
+                    loaded = c_void_p()
+                    call("cuModuleLoadData", byref(loaded), self._find_code(module, self.capability))
+                    self._modules[module] = loaded.value
+                function = c_void_p()
+                call("cuModuleGetFunction", byref(function), self._modules[module], kernel.encode())
+                self._functions[module, kernel] = _Function(function.value)
+            except DriverError as error:
+                if error.code in _WRONG_IMAGE:
+                    raise ImportError(f"the driver does not accept the kernels {'-'.join(module)}: {error}") from error
+                raise
+            finally:
+                call("cuThreadExchangeStreamCaptureMode", byref(mode))
+
+
+def _launch(function: _Function, step: Launch, stream: int) -> None:
+    if step.shared > function.max_shared:
+        function.allow_shared(step.shared)
+    # the array points at the bytes objects and keeps them alive; the driver copies them during the call
+    parameters = (c_char_p * len(step.parameters))(*step.parameters)
+    if step.early:
+        config = _Config(step.blocks, step.blocks_y, 1, step.threads, 1, 1, step.shared, stream)
+        config.attributes, config.count = ctypes.addressof(_EARLY), 1
+        call("cuLaunchKernelEx", byref(config), function.handle, parameters, None)
+    else:
+        call(
+            "cuLaunchKernel", function.handle, step.blocks, step.blocks_y, 1, step.threads, 1, 1, step.shared, stream,
+            parameters, None,
+        )  # fmt: skip
+
+
+def call(function: str, *arguments) -> None:
+    """Call a function of the driver.
+
+    Raises:
+        ImportError: there is no driver.
+        DriverError: it returned an error.
+    """
+    code = _driver()[function](*arguments)
+    if code:
+        raise DriverError(function, code)
+
+
+@cache
+def _driver() -> dict[str, Callable[..., int]]:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ImportError(f"no CUDA driver: {error}") from error
+    functions = {}
+    for name, types in _ARGUMENTS.items():
+        if function := getattr(library, name, None):  # an old driver lacks the newest; check_driver() says so
+            function.argtypes, function.restype = types, c_int
+            functions[name] = function
+    if code := functions["cuInit"](0):
+        raise ImportError(f"the CUDA driver cannot be used (error {code})")
+    return functions
+
+
+def check_driver() -> None:
+    """Raise ImportError unless the driver is new enough."""
+    version = c_int()
+    call("cuDriverGetVersion", byref(version))
+    if version.value < OLDEST_DRIVER:
+        has = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        raise ImportError(f"the driver supports CUDA {has}, the kernels need 12.1; install driver 530 or newer")
+
+
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of a device."""
+    return _attribute(_MAJOR, index), _attribute(_MINOR, index)
+
+
+def count_devices() -> int:
+    count = c_int()
+    call("cuDeviceGetCount", byref(count))
+    return count.value
+
+
+def _attribute(attribute: int, index: int) -> int:
+    value = c_int()
+    call("cuDeviceGetAttribute", byref(value), attribute, index)
+    return value.value

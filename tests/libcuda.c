@@ -1,0 +1,93 @@
+/* A stand-in for the CUDA driver: a card of compute capability FAKE_ARCH (90), and a log of what was called. */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef void *handle;
+static char text[1 << 16];
+static handle current;
+static int pushed_from;
+
+struct config {
+  unsigned grid[3], block[3], shared;
+  handle stream;
+  int *attributes;
+  unsigned count;
+};
+
+static int say(const char *format, ...) {
+  va_list values;
+  va_start(values, format);
+  size_t used = strlen(text);
+  vsnprintf(text + used, sizeof text - used, format, values);
+  va_end(values);
+  return 0;
+}
+
+static int environment(const char *name, int otherwise) {
+  const char *value = getenv(name);
+  return value ? atoi(value) : otherwise;
+}
+
+const char *fake_log(void) { return text; }
+void fake_clear(void) { text[0] = 0; }
+void fake_current(handle context) { current = context; }
+
+int cuInit(unsigned flags) { return flags; }
+int cuGetExportTable(const void **table, const void *id) { return *table = NULL, 500; } /* NVRTC asks for one */
+int cuDriverGetVersion(int *version) { return *version = environment("FAKE_DRIVER", 13000), 0; }
+int cuDeviceGetCount(int *count) { return *count = 1, 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  int arch = environment("FAKE_ARCH", 90);
+  *value = attribute == 75 ? arch / 10 : attribute == 76 ? arch % 10 : 132;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(handle *context, int device) { return *context = (handle)(size_t)(1000 + device), 0; }
+int cuCtxGetCurrent(handle *context) { return *context = current, 0; }
+int cuCtxPushCurrent_v2(handle context) {
+  pushed_from = (int)(size_t)current;
+  current = context;
+  return say("push %zu\n", (size_t)context);
+}
+int cuCtxPopCurrent_v2(handle *context) {
+  *context = current;
+  current = (handle)(size_t)pushed_from;
+  return say("pop\n");
+}
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  static int now = 0;
+  int last = now;
+  now = *mode, *mode = last;
+  return say("mode %d\n", now);
+}
+int cuModuleLoadData(handle *module, const char *image) {
+  if (memcmp(image, "\177ELF", 4)) return 200;
+  return *module = (handle)7, say("load\n");
+}
+int cuModuleGetFunction(handle *function, handle module, const char *name) {
+  if (module != (handle)7) return 400;
+  return *function = strdup(name), say("get %s\n", name);
+}
+int cuFuncSetAttribute(handle function, int attribute, int value) {
+  return say("set %s %d %d\n", (char *)function, attribute, value);
+}
+int cuLaunchKernel(
+    handle function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
+    handle stream, void **parameters, void **extra) {
+  if (extra) return 1;
+  return say(
+      "launch %s %u,%u,%u %u,%u,%u %u on %zu first %d\n", (char *)function, gx, gy, gz, bx, by, bz, shared,
+      (size_t)stream, *(int *)parameters[0]);
+}
+int cuLaunchKernelEx(const struct config *c, handle function, void **parameters, void **extra) {
+  if (extra || c->count != 1) return 1;
+  return say(
+      "early %s %u,%u,%u %u,%u,%u %u on %zu first %d attribute %d %d\n", (char *)function, c->grid[0], c->grid[1],
+      c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, (size_t)c->stream, *(int *)parameters[0],
+      c->attributes[0], c->attributes[2]);
+}
+int cuMemsetD8Async(size_t address, unsigned char value, size_t size, handle stream) {
+  return say("zero %zu %u %zu on %zu\n", address, value, size, (size_t)stream);
+}
+int cuGetErrorString(int code, const char **message) { return *message = "as the test wants", 0; }

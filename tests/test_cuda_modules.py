@@ -1,0 +1,252 @@
+"""The CUDA kernels on a machine without a GPU: NVRTC compiles them, and the launches pass what the kernels expect."""
+
+import runpy
+from functools import cache
+
+import pytest
+import torch
+from helpers_cuda import load_fake_driver, parameter_sizes, resources
+
+from fwanda_kernels._build import PACKAGE
+from fwanda_kernels._obs import RULES, Block, ObsCall
+from fwanda_kernels.testing import make_keep, make_scale, make_weight
+
+compiling = runpy.run_path(str(PACKAGE / "_backends" / "cuda" / "compile.py"))
+try:
+    NVRTC = compiling["find_nvrtc"]()
+except compiling["CompileError"] as error:
+    pytestmark = pytest.mark.skip(reason=str(error))
+
+MODULES = compiling["MODULES"]
+# Bytes that a thread of these kernels spills at most, on some architecture; all others spill none.
+SPILLS = {"row_topk": 56, "compress_24": 8, "threshold_next": 24, "obs_walk": 24}
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory):
+    """The package of the backend, on top of the stand-in for the driver where there is no GPU."""
+    if not torch.cuda.is_available():
+        load_fake_driver(tmp_path_factory.mktemp("driver"))
+    from fwanda_kernels._backends import cuda
+    from fwanda_kernels._backends.cuda import obs, select, sparse24, stats, threshold  # noqa: F401
+
+    return cuda
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+@pytest.mark.parametrize("module", MODULES, ids="-".join)
+def test_nvrtc_compiles_every_module_for_every_architecture(module, arch, tmp_path):
+    used = resources(NVRTC.compile(*module, arch).code, tmp_path)
+    assert used
+    for kernel, usage in used.items():
+        allowed = max([size for name, size in SPILLS.items() if kernel.startswith(name)], default=0)
+        most = 64 if kernel.startswith("row_topk") else 168  # row selection runs up to 1,024 threads in a block
+        assert usage["REG"] <= most and usage["LOCAL"] == 0 and usage["STACK"] <= allowed, (kernel, usage)
+
+
+@cache
+def ptx_of(family: str, variant: str) -> str:
+    folder = compiling["sources"]()
+    options = ["--gpu-architecture=compute_90", *compiling["OPTIONS"]]
+    options += [f"-D{macro}" for macro in compiling["FAMILIES"][family][variant]]
+    source = (folder / f"{family}.cu").read_bytes()
+    return NVRTC.compile_source(f"{family}.cu", source, options, "PTX").decode()
+
+
+def expect(family: str, *claims: str) -> None:
+    """Compile a .cu file followed by static assertions."""
+    variant = next(iter(compiling["FAMILIES"][family]))
+    options = ["--gpu-architecture=compute_90", *compiling["OPTIONS"], "-w"]
+    options += [f"-D{macro}" for macro in compiling["FAMILIES"][family][variant]]
+    lines = [f'static_assert({claim}, "{claim}");' for claim in claims]
+    text = "\n".join([(compiling["sources"]() / f"{family}.cu").read_text(), "using namespace fwanda;", *lines])
+    NVRTC.compile_source(f"{family}.cu", text.encode(), options, "PTX")
+
+
+def claims_of(layout) -> list[str]:
+    places = [f"__builtin_offsetof({layout.name}, {name}) == {place}" for name, place in layout.offsets().items()]
+    return [f"sizeof({layout.name}) == {layout.size}", *places]
+
+
+def test_a_wrong_claim_is_found():
+    with pytest.raises(compiling["CompileError"], match="kSteps == 15"):
+        expect("select", "kSteps == 15")
+
+
+def test_structs_and_constants_of_row_selection_are_those_of_the_kernel(backend):
+    select = backend.select
+    claims = [f"list_bytes({t}) == {select.list_bytes(t)}" for t in range(32, 1025, 32)]
+    claims += [f"kMaxMatrices == {select.MAX_MATRICES}", f"kColsPerWarp == {select.COLUMNS_PER_WARP}"]
+    claims += ["__builtin_offsetof(Table<2>, entry) == 8", "kMaxCols == 65535"]
+    expect("select", *claims, *claims_of(select.ENTRY))
+
+
+def test_structs_and_constants_of_sums_are_those_of_the_kernel(backend):
+    stats = backend.stats
+    claims = [f"slab_tokens({t}) == {stats.slab_tokens(t)}" for t in (1, 128, 4096, 4097, 100000)]
+    claims += [f"kMaxEntries == {stats.MAX_ENTRIES}", f"kWarps * 32 == {stats.THREADS}"]
+    claims += [f"kStrip == {stats.STRIP}", f"kFinishCols == {stats.FINISH_COLUMNS}"]
+    claims += ["int(DType::bf16) == 0 && int(DType::fp16) == 1 && int(DType::fp32) == 2"]
+    claims += ["__builtin_offsetof(Table<2>, entry) == 8"]
+    assert list(backend.DTYPES.values()) == ["bf16", "fp16", "fp32"]
+    expect("stats", *claims, *claims_of(stats.ENTRY))
+
+
+def test_structs_and_constants_of_n_of_4_are_those_of_the_kernel(backend):
+    sparse24 = backend.sparse24
+    claims = [f"kWarps == {sparse24.WARPS}", f"kRows == {sparse24.ROWS}", f"kBands * 32 == {sparse24.BAND_ROWS}"]
+    expect("sparse24", *claims, f"kStrip == {sparse24.STRIP}", *claims_of(sparse24.WEIGHT))
+    assert sparse24.THREADS == 32 * sparse24.WARPS
+
+
+def test_structs_and_constants_of_the_threshold_are_those_of_the_kernel(backend):
+    threshold = backend.threshold
+    claims = [f"kMaxMatrices == {threshold.MAX_MATRICES}", f"kBins == {threshold.BINS}"]
+    claims += [f"sizeof(State) == {threshold.STATE_BYTES}", f"kTileRows == {threshold.TILE_ROWS}"]
+    claims += [f"kWarps == {threshold.WARPS}", f"kStrip == {threshold.STRIP}", "sizeof(Listed) == 8"]
+    claims += [f"blocks_per_sm<Bf16>() == {threshold.BLOCKS_PER_SM[2]}", "__builtin_offsetof(Table, entry) == 8"]
+    claims += [f"blocks_per_sm<Fp32>() == {threshold.BLOCKS_PER_SM[4]}", f"kRanks == {threshold.DIGITS}"]
+    for layout in (threshold.ENTRY, threshold.WORKSPACE, threshold.RANKS):
+        claims += claims_of(layout)
+    expect("threshold", *claims)
+
+
+def test_structs_and_constants_of_obs_are_those_of_the_kernel(backend):
+    obs = backend.obs
+    claims = [f"kState + 4 == {obs.COUNTERS}", f"kRows == {obs.ROWS}", f"kThreads == {obs.THREADS}"]
+    claims += [f"(kObsColumns + 2) * kObsColumns * 4 == {obs.SHARED_BYTES}"]
+    claims += [f"int(ObsRule::{rule}) == {i}" for i, rule in enumerate(RULES)]
+    expect("obs", *claims, *claims_of(obs.BLOCK))
+
+
+# launches
+
+
+def plans(backend) -> dict[str, list]:
+    """Launches of each op on small arguments, aligned and not, of one matrix and of several."""
+    weight, narrow = make_weight(64, 256, torch.bfloat16), make_weight(64, 256, torch.float32)[:, 1:253]
+    small = make_weight(5, 3000, torch.bfloat16)
+    weights = [weight, small, weight.clone()]
+    scales, keeps = [make_scale(w.shape[1]) for w in weights], [make_keep(*w.shape) for w in weights]
+    bad, mask = torch.zeros(3, dtype=torch.int32), torch.empty(64, 256, dtype=torch.bool)
+    tokens = torch.ones(64, dtype=torch.bool)
+    accs, scratch = [torch.zeros(w.shape[1]) for w in (weight, narrow)], torch.empty(4096)
+    values, meta = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.int16)
+    select, stats, sparse24 = backend.select, backend.stats, backend.sparse24
+    return {
+        "mask": select.plan_mask(weight, scales[0], keeps[0], bad, mask),
+        "prune": select.plan_prune(weights[:1], scales[:1], keeps[:1], bad),
+        "prune list": select.plan_prune(weights, scales, keeps, bad),
+        "prune unaligned": select.plan_prune([narrow], [scales[0][1:253]], [keeps[0]], bad),
+        "sums": stats.plan(accs[:1], [weight], None, scratch),
+        "masked sums": stats.plan(accs, [weight, narrow], tokens, scratch),
+        "keep": sparse24.plan_keep(weight, scales[0], 2, bad, None),
+        "keep mask": sparse24.plan_keep(narrow, scales[0][1:253], 1, bad, mask),
+        "compress": sparse24.plan_compress(weight, scales[0], bad, values, meta),
+        "threshold": threshold_plan(backend, [weight, narrow], 1000),
+        **{f"obs {rule}": obs_plan(backend, weight, rule) for rule in RULES},
+    }
+
+
+def threshold_plan(backend, weights: list, total: int) -> list:
+    threshold = backend.threshold
+    rows, cols = ([make_scale(w.shape[i]) for w in weights] for i in (0, 1))
+    workspace = torch.empty(threshold.workspace_bytes(weights), dtype=torch.uint8)
+    counts = [torch.empty(sum(w.shape[0] for w in weights), dtype=torch.int32) for _ in range(2)]
+    search = threshold.Search(weights, rows, cols, total, workspace, *counts, torch.zeros(1, dtype=torch.int32))
+    return list(search.plan(132))
+
+
+def obs_plan(backend, weight: torch.Tensor, rule: str) -> list:
+    chosen = {"keep": make_keep(*weight.shape), "mask": (weight > 0).view(torch.uint8)}.get(rule)
+    cols, work = weight.shape[1], weight.float()
+    call = ObsCall(weight, torch.eye(cols), None, rule, chosen, 4, [Block(0, 128, 5)])
+    counts = torch.zeros(backend.obs.COUNTERS, dtype=torch.int32)
+    return backend.obs.plan(call, work, torch.ones(cols), call.blocks[0], torch.empty(128, len(weight)), counts)
+
+
+def test_every_launch_passes_parameters_of_the_kernel_s_sizes(backend):
+    ptx = {}
+    for name, steps in plans(backend).items():
+        launches = [step for step in steps if isinstance(step, backend.Launch)]
+        assert launches, name
+        for launch in launches:
+            assert launch.module in MODULES, name
+            if launch.module not in ptx:
+                ptx[launch.module] = parameter_sizes(ptx_of(*launch.module))
+            sizes = ptx[launch.module][launch.kernel]
+            assert [len(parameter) for parameter in launch.parameters] == sizes, (name, launch.kernel)
+            assert launch.blocks > 0 and launch.threads % 32 == 0 and launch.threads <= 1024
+
+
+def test_every_kernel_is_launched_by_some_op(backend):
+    launched = {s.kernel for steps in plans(backend).values() for s in steps if isinstance(s, backend.Launch)}
+    compiled = {kernel for module in MODULES for kernel in parameter_sizes(ptx_of(*module))}
+    assert compiled - launched == {"sq_sums_masked", "sq_sums_list"}  # the same plan with and without a mask
+
+
+def entries(layout, table: bytes, count: int, head: int = 8) -> list[dict]:
+    names = [name for _, name in layout.members]
+    return [dict(zip(names, layout.unpack_from(table, head + i * layout.size), strict=True)) for i in range(count)]
+
+
+def test_a_list_of_rows_takes_a_launch_for_each_number_of_threads(backend):
+    select = backend.select
+    weights = [make_weight(r, c, torch.bfloat16) for r, c in ((3, 64), (2, 5000), (4, 2048), (1, 2056), (0, 64))]
+    scales, keeps = [make_scale(w.shape[1]) for w in weights], [make_keep(*w.shape) for w in weights]
+    bad = torch.zeros(5, dtype=torch.int32)
+    wide, middle, narrow = select.plan_prune(weights, scales, keeps, bad)
+    assert (wide.kernel, wide.blocks, wide.threads, wide.shared) == ("row_topk_prune", 2, 96, 512 + 10000)
+    assert (middle.kernel, middle.blocks, middle.threads) == ("row_topk_prune", 1, 64)
+    assert (narrow.kernel, narrow.blocks, narrow.threads) == ("row_topk_prune_list", 7, 32)
+    assert len(narrow.parameters[0]) == 8 + 64 * 448 and narrow.parameters[0][:4] == (2).to_bytes(4, "little")
+    first, second = entries(select.ENTRY, narrow.parameters[0], 2)
+    assert [first["first_row"], second["first_row"]] == [0, 3]
+    assert second["m.weight"] == weights[2].data_ptr() and second["m.bad"] == bad.data_ptr() + 8
+    assert second["m.scale"] == scales[2].data_ptr() and second["m.keep"] == keeps[2].data_ptr()
+    assert second["m.row_stride"] == 2048 and (second["m.rows"], second["m.cols"]) == (4, 2048)
+
+
+def test_more_matrices_than_a_table_holds_take_several_launches(backend):
+    weight, scale = make_weight(2, 32, torch.float16), make_scale(32)
+    keep, bad = make_keep(2, 32), torch.zeros(500, dtype=torch.int32)
+    first, second = backend.select.plan_prune([weight] * 500, [scale] * 500, [keep] * 500, bad)
+    assert (first.blocks, second.blocks) == (896, 104)
+    assert entries(backend.select.ENTRY, second.parameters[0], 1)[0]["first_row"] == 0
+
+
+def test_sums_of_a_list_lie_side_by_side_in_the_scratch_memory(backend):
+    stats = backend.stats
+    xs = [torch.ones(300, 40), torch.ones(5000, 7)[:, :6], *[torch.ones(1, 8)] * 63]
+    accs, scratch = [torch.zeros(x.shape[1]) for x in xs], torch.empty(100000)
+    sums, finish, last, _ = stats.plan(accs, xs, None, scratch)
+    first, second, third = entries(stats.ENTRY, sums.parameters[0], 3)
+    start = scratch.data_ptr()
+    assert [e["partial"] - start for e in (first, second, third)] == [0, 4 * 3 * 40, 4 * (3 * 40 + 20 * 6)]
+    assert [e["first_block"] for e in (first, second, third)] == [0, 3, 23] and sums.blocks == 23 + 62
+    assert [e["first_finish"] for e in (first, second, third)] == [0, 2, 3] and finish.blocks == 3 + 62
+    assert [e["aligned"] for e in (first, second)] == [True, False] and finish.early and not sums.early
+    rest = entries(stats.ENTRY, last.parameters[0], 1)[0]
+    assert rest["partial"] - start == 4 * (120 + 120 + 62 * 8) and rest["first_block"] == 0
+
+
+def test_a_threshold_takes_a_table_for_each_dtype_and_shares_its_workspace(backend):
+    weights = [
+        make_weight(64, 256, torch.bfloat16),
+        make_weight(9, 8, torch.float32),
+        make_weight(8, 7, torch.bfloat16),
+    ]
+    zero, *launches = threshold_plan(backend, weights, 50)
+    threshold = backend.threshold
+    assert {launch.module[1] for launch in launches} == {"bf16", "fp32", "bf16-unaligned"}
+    scales = threshold.WORKSPACE.unpack(launches[1].parameters[1])[3]
+    assert zero.address + zero.size == scales
+    passes = [launch for launch in launches if launch.kernel == "threshold_first"]
+    found = [entries(threshold.ENTRY, launch.parameters[0], 1)[0] for launch in passes]
+    assert [e["m.weight"] for e in found] == [w.data_ptr() for w in weights]
+    assert [e["first_row"] for e in found] == [0, 64, 73] and [e["first_tile"] for e in found] == [0, 0, 0]
+    assert [e["first_element"] for e in found] == [0, 64 * 256, 64 * 256 + 72]
+    assert [e["padded"] - scales for e in found] == [0, 1024, 2048]
+    assert (
+        len({launch.parameters[2] for launch in launches if "_first" in launch.kernel or "_next" in launch.kernel}) == 9
+    )
