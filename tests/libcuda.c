@@ -72,20 +72,11 @@ int cuModuleGetFunction(handle *function, handle module, const char *name) {
 int cuFuncSetAttribute(handle function, int attribute, int value) {
   return say("set %s %d %d\n", (char *)function, attribute, value);
 }
-int cuLaunchKernel(
-    handle function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
-    handle stream, void **parameters, void **extra) {
-  if (extra) return 1;
-  return say(
-      "launch %s %u,%u,%u %u,%u,%u %u on %zu first %d\n", (char *)function, gx, gy, gz, bx, by, bz, shared,
-      (size_t)stream, *(int *)parameters[0]);
-}
 int cuLaunchKernelEx(const struct config *c, handle function, void **parameters, void **extra) {
-  if (extra || c->count != 1) return 1;
+  if (extra || c->count > 1 || (c->count && (c->attributes[0] != 6 || c->attributes[2] != 1))) return 1;
   return say(
-      "early %s %u,%u,%u %u,%u,%u %u on %zu first %d attribute %d %d\n", (char *)function, c->grid[0], c->grid[1],
-      c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, (size_t)c->stream, *(int *)parameters[0],
-      c->attributes[0], c->attributes[2]);
+      "%s %s %u,%u,%u %u,%u,%u %u on %zu first %d\n", c->count ? "early" : "launch", (char *)function, c->grid[0],
+      c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, (size_t)c->stream, *(int *)parameters[0]);
 }
 int cuMemsetD8Async(size_t address, unsigned char value, size_t size, handle stream) {
   return say("zero %zu %u %zu on %zu\n", address, value, size, (size_t)stream);

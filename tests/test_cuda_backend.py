@@ -283,10 +283,10 @@ def test_more_than_48_kb_of_shared_memory_are_asked_for_once_for_each_size(cuda,
     ]
 
 
-def test_an_early_launch_has_the_attribute_and_two_rows_of_blocks_a_y(cuda, device, library):
+def test_an_early_launch_has_the_attribute_of_programmatic_launches(cuda, device, library):
     library.fake_current(1003)
     device.run([step(cuda, early=True, blocks_y=4, shared=16)], 9)
-    assert log(library)[-1] == "early n_of_4_prune 5,4,1 256,1,1 16 on 9 first 17 attribute 6 1"
+    assert log(library)[-1] == "early n_of_4_prune 5,4,1 256,1,1 16 on 9 first 17"
 
 
 @pytest.mark.parametrize("current", [None, 1000], ids=["none", "another"])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from functools import cache
+from struct import Struct
 from threading import Lock
 from typing import NamedTuple
 
@@ -32,25 +33,15 @@ _ARGUMENTS = {
     "cuModuleLoadData": [c_void_p, c_char_p],
     "cuModuleGetFunction": [c_void_p, c_void_p, c_char_p],
     "cuFuncSetAttribute": [c_void_p, c_int, c_int],
-    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
-    "cuLaunchKernelEx": [c_void_p, c_void_p, c_void_p, c_void_p],
+    "cuLaunchKernelEx": [c_char_p, c_void_p, c_void_p, c_void_p],
     "cuMemsetD8Async": [c_void_p, c_ubyte, c_size_t, c_void_p],
     "cuGetErrorString": [c_int, c_void_p],
 }
 
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", c_int), ("pad", c_char * 4), ("value", c_int), ("rest", c_char * 60)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        *[(name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")],
-        ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint),
-    ]  # fmt: skip
-
-
-_EARLY = _Attribute(_PROGRAMMATIC, value=1)
+_ATTRIBUTE = Struct("i4xi60x")  # CUlaunchAttribute: id, value
+_CONFIG = Struct("7IPPI0P")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
+_early = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC, 1), _ATTRIBUTE.size)
+_ATTRIBUTES = {False: (0, 0), True: (ctypes.addressof(_early), 1)}
 
 
 class DriverError(RuntimeError):
@@ -129,6 +120,7 @@ class Device:
         self._modules: dict[tuple[str, str], int] = {}
         self._functions: dict[tuple[tuple[str, str], str], _Function] = {}
         self._lock = Lock()
+        self._get_current, self._launch_kernel = (_driver()[f] for f in ("cuCtxGetCurrent", "cuLaunchKernelEx"))
 
     def run(self, steps: Sequence[Launch | Zero], stream: int) -> None:
         """Queue the steps on a stream, in order. All kernels are loaded before the first is launched.
@@ -138,11 +130,11 @@ class Device:
             DriverError: a launch failed.
         """
         current = c_void_p()
-        call("cuCtxGetCurrent", byref(current))
+        self._get_current(byref(current))
         if current.value == self._context:
             self._run(steps, stream)
             return
-        # a thread of its own, or one that works on another device
+        # a thread that has not used the GPU yet, or that works on another one
         call("cuCtxPushCurrent_v2", self._context)
         try:
             self._run(steps, stream)
@@ -156,9 +148,19 @@ class Device:
                 self._load(step.module, step.kernel)
         for step in steps:
             if type(step) is Launch:
-                _launch(known[step.module, step.kernel], step, stream)
+                self._launch(known[step.module, step.kernel], step, stream)
             else:
                 call("cuMemsetD8Async", step.address, 0, step.size, stream)
+
+    def _launch(self, function: _Function, step: Launch, stream: int) -> None:
+        _, _, blocks, threads, parameters, shared, blocks_y, early = step
+        if shared > function.max_shared:
+            function.allow_shared(shared)
+        config = _CONFIG.pack(blocks, blocks_y, 1, threads, 1, 1, shared, stream, *_ATTRIBUTES[early])
+        # the array points at the bytes objects and keeps them alive; the driver copies them during the call
+        pointers = (c_char_p * len(parameters))(*parameters)
+        if code := self._launch_kernel(config, function.handle, pointers, None):
+            raise DriverError("cuLaunchKernelEx", code)
 
     def _load(self, module: tuple[str, str], kernel: str) -> None:
         """In relaxed mode, loading is allowed while a stream of this or another thread is being captured."""
@@ -179,22 +181,6 @@ class Device:
                 raise
             finally:
                 call("cuThreadExchangeStreamCaptureMode", byref(mode))
-
-
-def _launch(function: _Function, step: Launch, stream: int) -> None:
-    if step.shared > function.max_shared:
-        function.allow_shared(step.shared)
-    # the array points at the bytes objects and keeps them alive; the driver copies them during the call
-    parameters = (c_char_p * len(step.parameters))(*step.parameters)
-    if step.early:
-        config = _Config(step.blocks, step.blocks_y, 1, step.threads, 1, 1, step.shared, stream)
-        config.attributes, config.count = ctypes.addressof(_EARLY), 1
-        call("cuLaunchKernelEx", byref(config), function.handle, parameters, None)
-    else:
-        call(
-            "cuLaunchKernel", function.handle, step.blocks, step.blocks_y, 1, step.threads, 1, 1, step.shared, stream,
-            parameters, None,
-        )  # fmt: skip
 
 
 def call(function: str, *arguments) -> None:

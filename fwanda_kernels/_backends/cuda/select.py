@@ -79,18 +79,27 @@ def _serves_layout(weight: Tensor, most: int) -> bool:
 def plan_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor, mask: Tensor) -> list[Launch]:
     """One launch that writes the mask [R, C] bool of a matrix. Scale and keep are contiguous."""
     entry = _entry(weight, mask.data_ptr(), scale, keep, bad.data_ptr())
-    return _plan("row_topk_mask", "row_topk_mask", weight, [entry], entry[1] % 4 == 0 and _in_vectors(weight, entry))
+    return _single("row_topk_mask", weight, entry, entry[1] % 4 == 0 and _in_vectors(weight, entry))
 
 
 def plan_prune(weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor) -> list[Launch]:
     """Launches that prune matrices, one for each number of threads that a row takes. All but weights is contiguous."""
     flags = bad.data_ptr()
+    if len(weights) == 1:
+        entry = _entry(weights[0], 0, scales[0], keeps[0], flags)
+        return _single("row_topk_prune", weights[0], entry, _in_vectors(weights[0], entry))
     entries = [
         _entry(weight, 0, scale, keep, flags + 4 * i)
         for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True))
     ]
-    in_vectors = all(_in_vectors(weights[0], entry) for entry in entries)
-    return _plan("row_topk_prune", "row_topk_prune_list", weights[0], entries, in_vectors)
+    module = ("select", variant(weights[0].dtype, all(_in_vectors(weights[0], entry) for entry in entries)))
+    launches, itemsize = [], ITEMSIZE[weights[0].dtype]
+    entries = sorted((e for e in entries if e[6]), key=_threads, reverse=True)  # rows of most threads first
+    for _, group in groupby(entries, key=_threads):
+        for part in _parts(list(group)):
+            name, room = ("row_topk_prune", 1) if len(part) == 1 else ("row_topk_prune_list", MAX_MATRICES)
+            launches.append(_launch(module, name, part, itemsize, room))
+    return launches
 
 
 def _entry(weight: Tensor, mask: int, scale: Tensor, keep: Tensor, bad: int) -> tuple:
@@ -104,18 +113,10 @@ def _in_vectors(weight: Tensor, entry: tuple) -> bool:
     return aligned(entry[0] | entry[2], entry[5], entry[7], ITEMSIZE[weight.dtype])
 
 
-def _plan(single: str, several: str, weight: Tensor, entries: list[tuple], in_vectors: bool) -> list[Launch]:
+def _single(kernel: str, weight: Tensor, entry: tuple, in_vectors: bool) -> list[Launch]:
+    """The launch of one matrix, if it has rows."""
     module = ("select", variant(weight.dtype, in_vectors))
-    itemsize = ITEMSIZE[weight.dtype]
-    if len(entries) == 1:
-        return [_launch(module, single, entries, itemsize, 1)] if entries[0][6] else []
-    launches = []
-    entries = sorted((e for e in entries if e[6]), key=_threads, reverse=True)  # rows of most threads first
-    for _, group in groupby(entries, key=_threads):
-        for part in _parts(list(group)):
-            name, room = (single, 1) if len(part) == 1 else (several, MAX_MATRICES)
-            launches.append(_launch(module, name, part, itemsize, room))
-    return launches
+    return [_launch(module, kernel, [entry], ITEMSIZE[weight.dtype], 1)] if entry[6] else []
 
 
 def _parts(entries: list[tuple]) -> list[list[tuple]]:
