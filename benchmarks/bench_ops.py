@@ -70,6 +70,7 @@ def test_op(op, name, make, arguments, device, results, benchmark):
         "case": name,
         "backend": serving_backend(op, device),
         "us": round(ours.us, 2),
+        "host_us": None if ours.host_us is None else round(ours.host_us, 1),
         "joules": ours.joules,
         "naive_us": round(naive.us * case.naive_scale, 1),
         "bytes": case.bytes_moved,

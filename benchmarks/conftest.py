@@ -53,12 +53,13 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def rate_table(rows: list[dict]) -> list[str]:
     """Lines of text: a head, then one line for each row."""
-    lines = [("op", "case", "backend", "us", "GB/s", "% of copy", "naive us", "speedup", "mJ")]
+    lines = [("op", "case", "backend", "us", "host us", "GB/s", "% of copy", "naive us", "speedup", "mJ")]
     for row in rows:
         joules = "-" if row["joules"] is None else f"{row['joules'] * 1e3:.3g}"
         rates = ("-", "-") if row["bytes"] is None else (f"{row['gb_per_s']:.0f}", f"{row['percent_of_copy']:.0f}")
         speedup = row["naive_us"] / row["us"]
         times = (f"{row['naive_us']:.0f}", f"{speedup:.1f}x" if speedup >= 1 else f"{speedup:.2g}x")
-        lines.append((row["op"], row["case"], row["backend"], f"{row['us']:.1f}", *rates, *times, joules))
+        host = "-" if row.get("host_us") is None else f"{row['host_us']:.1f}"
+        lines.append((row["op"], row["case"], row["backend"], f"{row['us']:.1f}", host, *rates, *times, joules))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

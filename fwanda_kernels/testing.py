@@ -118,10 +118,12 @@ class Timing:
     Attributes:
         us: median time in microseconds; on a GPU, of the device.
         joules: gross energy of the GPU per call; None if it cannot be measured.
+        host_us: median time in microseconds until a call returns, while the GPU is still busy; None on a CPU.
     """
 
     us: float
     joules: float | None
+    host_us: float | None = None
 
     def gb_per_s(self, size: int) -> float:
         """Rate in 1e9 bytes per second for a call that moves `size` bytes."""
@@ -146,13 +148,20 @@ def bench(
         energy_seconds: on a GPU, also repeat the calls (without reset) for this long and read the energy counter.
     """
     device = torch.device(device)
-    times = []
+    on_gpu = device.type == "cuda"
+    times, of_host = [], []
     for i in range(rounds + 1):
         if reset is not None:
             reset()
-        taken = _pass_cuda(calls) if device.type == "cuda" else [_once_cpu(call) for call in calls]
-        times += taken if i else []
-    return Timing(statistics.median(times), _joules(calls, device, energy_seconds) if energy_seconds else None)
+        if on_gpu:
+            taken, host = _pass_cuda(calls)
+        else:
+            taken = host = [_once_cpu(call) for call in calls]
+        if i:
+            times += taken
+            of_host += host
+    joules = _joules(calls, device, energy_seconds) if energy_seconds else None
+    return Timing(statistics.median(times), joules, statistics.median(of_host) if on_gpu else None)
 
 
 def _once_cpu(call: Callable) -> float:
@@ -161,15 +170,17 @@ def _once_cpu(call: Callable) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def _pass_cuda(calls: Sequence[Callable]) -> list[float]:
+def _pass_cuda(calls: Sequence[Callable]) -> tuple[list[float], list[float]]:
+    """Microseconds of each call, on the device and on the host."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * len(calls))]
     torch.cuda._sleep(_SLEEP_CYCLES * (1 + len(calls)))  # so that the host queues all calls before the first one runs
+    of_host = []
     for call, start, end in zip(calls, marks[::2], marks[1::2], strict=True):
         start.record()
-        call()
+        of_host.append(_once_cpu(call))
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in zip(marks[::2], marks[1::2], strict=True)]
+    return [start.elapsed_time(end) * 1e3 for start, end in zip(marks[::2], marks[1::2], strict=True)], of_host
 
 
 def _joules(calls: Sequence[Callable], device: torch.device, seconds: float) -> float | None:
