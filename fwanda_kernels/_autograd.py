@@ -33,9 +33,11 @@ def register(library: torch.library.Library, overload: torch._ops.OpOverload) ->
 def _changing(name: str, overload: torch._ops.OpOverload, changed: list[tuple[int, str]]) -> Callable:
     def kernel(keyset, *args):
         for i, argument in changed:
-            for tensor in _tensors(args[i]):
+            tensors = _tensors(args[i])
+            for tensor in tensors:
                 _refuse_change(name, argument, tensor)
-                torch.autograd.graph.increment_version(tensor)
+            if tensors:
+                torch.autograd.graph.increment_version(tensors)
         with below_autograd():
             return overload.redispatch(keyset & _AFTER, *args)
 
@@ -48,10 +50,11 @@ def _refuse_change(name: str, argument: str, tensor: Tensor) -> None:
         raise RuntimeError(
             f"{name}: {argument} was made in inference mode and cannot be changed outside it; pass a clone of it"
         )
-    _refuse_tangent(name, [tensor])
+    if forward_ad._current_level >= 0:
+        _refuse_tangent(name, [tensor])
     if not torch.is_grad_enabled():
         return
-    if tensor._is_view() and tensor._base.requires_grad or tensor.requires_grad:
+    if tensor.requires_grad or tensor._is_view() and tensor._base.requires_grad:
         raise RuntimeError(
             f"{name}: {argument} requires grad, or is a view of a tensor that does, and this op has no derivative; "
             f"call it under torch.no_grad() or pass {argument}.detach()"

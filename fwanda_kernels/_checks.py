@@ -184,7 +184,7 @@ def expect_apart(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     An expanded matrix, or one that overlaps itself or another, has no exact counts.
     """
     for tensor in tensors:
-        if _overlaps_itself(tensor):
+        if not tensor.is_contiguous() and _overlaps_itself(tensor):
             raise ValueError(
                 f"{op}: the entries of {name} must not overlap in memory, got {describe_tensor(tensor)} with strides "
                 f"{list(tensor.stride())}; pass a contiguous copy"

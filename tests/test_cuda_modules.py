@@ -1,5 +1,6 @@
 """The CUDA kernels on a machine without a GPU: NVRTC compiles them, and the launches pass what the kernels expect."""
 
+import re
 import runpy
 from functools import cache
 
@@ -53,19 +54,36 @@ def ptx_of(family: str, variant: str) -> str:
     return NVRTC.compile_source(f"{family}.cu", source, options, "PTX").decode()
 
 
-def expect(family: str, *claims: str) -> None:
-    """Compile a .cu file followed by static assertions."""
+def compile_after(family: str, *lines: str) -> str:
+    """PTX of a .cu file with lines of code after it."""
     variant = next(iter(compiling["FAMILIES"][family]))
     options = ["--gpu-architecture=compute_90", *compiling["OPTIONS"], "-w"]
     options += [f"-D{macro}" for macro in compiling["FAMILIES"][family][variant]]
-    lines = [f'static_assert({claim}, "{claim}");' for claim in claims]
     text = "\n".join([(compiling["sources"]() / f"{family}.cu").read_text(), "using namespace fwanda;", *lines])
-    NVRTC.compile_source(f"{family}.cu", text.encode(), options, "PTX")
+    return NVRTC.compile_source(f"{family}.cu", text.encode(), options, "PTX").decode()
 
 
-def claims_of(layout) -> list[str]:
-    places = [f"__builtin_offsetof({layout.name}, {name}) == {place}" for name, place in layout.offsets().items()]
-    return [f"sizeof({layout.name}) == {layout.size}", *places]
+def expect(family: str, *claims: str) -> None:
+    """Compile a .cu file followed by static assertions."""
+    compile_after(family, *[f'static_assert({claim}, "{claim}");' for claim in claims])
+
+
+def expect_layouts(family: str, *layouts) -> None:
+    """Compare sizes and places of members; NVRTC before 13.5 has no offsetof, so a kernel computes them."""
+    expected, values = [], []
+    for layout in layouts:
+        for member, place in layout.offsets().items():
+            expected.append((layout.name, member, place))
+            values.append(f"(uint64_t)&(({layout.name}*)0)->{member}")
+        expected.append((layout.name, "size", layout.size))
+        values.append(f"sizeof({layout.name})")
+    stores = [f"out[{i}] = {value};" for i, value in enumerate(values)]
+    ptx = compile_after(family, 'extern "C" __global__ void places(volatile uint64_t* out) {', *stores, "}")
+    body = ptx[ptx.index(".entry places") :]
+    constants = dict(re.findall(r"mov\.[bu]64\s+(%rd\d+), (\d+);", body))
+    stored = re.findall(r"st\.volatile\.global\.[bu]64\s+\[%rd\d+\+?(\d*)\], (\S+);", body)
+    by_place = {int(at or 0) // 8: int(constants.get(value, value)) for at, value in stored}
+    assert [(*claim[:2], by_place[i]) for i, claim in enumerate(expected)] == expected
 
 
 def test_a_wrong_claim_is_found():
@@ -77,8 +95,9 @@ def test_structs_and_constants_of_row_selection_are_those_of_the_kernel(backend)
     select = backend.select
     claims = [f"list_bytes({t}) == {select.list_bytes(t)}" for t in range(32, 1025, 32)]
     claims += [f"kMaxMatrices == {select.MAX_MATRICES}", f"kColsPerWarp == {select.COLUMNS_PER_WARP}"]
-    claims += ["__builtin_offsetof(Table<2>, entry) == 8", "kMaxCols == 65535"]
-    expect("select", *claims, *claims_of(select.ENTRY))
+    claims += ["sizeof(Table<2>) == 8 + 2 * sizeof(Entry)", "kMaxCols == 65535"]
+    expect("select", *claims)
+    expect_layouts("select", select.ENTRY)
 
 
 def test_structs_and_constants_of_sums_are_those_of_the_kernel(backend):
@@ -87,15 +106,17 @@ def test_structs_and_constants_of_sums_are_those_of_the_kernel(backend):
     claims += [f"kMaxEntries == {stats.MAX_ENTRIES}", f"kWarps * 32 == {stats.THREADS}"]
     claims += [f"kStrip == {stats.STRIP}", f"kFinishCols == {stats.FINISH_COLUMNS}"]
     claims += ["int(DType::bf16) == 0 && int(DType::fp16) == 1 && int(DType::fp32) == 2"]
-    claims += ["__builtin_offsetof(Table<2>, entry) == 8"]
+    claims += ["sizeof(Table<2>) == 8 + 2 * sizeof(Entry)"]
     assert list(backend.DTYPES.values()) == ["bf16", "fp16", "fp32"]
-    expect("stats", *claims, *claims_of(stats.ENTRY))
+    expect("stats", *claims)
+    expect_layouts("stats", stats.ENTRY)
 
 
 def test_structs_and_constants_of_n_of_4_are_those_of_the_kernel(backend):
     sparse24 = backend.sparse24
     claims = [f"kWarps == {sparse24.WARPS}", f"kRows == {sparse24.ROWS}", f"kBands * 32 == {sparse24.BAND_ROWS}"]
-    expect("sparse24", *claims, f"kStrip == {sparse24.STRIP}", *claims_of(sparse24.WEIGHT))
+    expect("sparse24", *claims, f"kStrip == {sparse24.STRIP}")
+    expect_layouts("sparse24", sparse24.WEIGHT)
     assert sparse24.THREADS == 32 * sparse24.WARPS
 
 
@@ -104,11 +125,13 @@ def test_structs_and_constants_of_the_threshold_are_those_of_the_kernel(backend)
     claims = [f"kMaxMatrices == {threshold.MAX_MATRICES}", f"kBins == {threshold.BINS}"]
     claims += [f"sizeof(State) == {threshold.STATE_BYTES}", f"kTileRows == {threshold.TILE_ROWS}"]
     claims += [f"kWarps == {threshold.WARPS}", f"kStrip == {threshold.STRIP}", "sizeof(Listed) == 8"]
-    claims += [f"blocks_per_sm<Bf16>() == {threshold.BLOCKS_PER_SM[2]}", "__builtin_offsetof(Table, entry) == 8"]
+    claims += [
+        f"blocks_per_sm<Bf16>() == {threshold.BLOCKS_PER_SM[2]}",
+        "sizeof(Table) == 8 + kMaxMatrices * sizeof(Entry)",
+    ]
     claims += [f"blocks_per_sm<Fp32>() == {threshold.BLOCKS_PER_SM[4]}", f"kRanks == {threshold.DIGITS}"]
-    for layout in (threshold.ENTRY, threshold.WORKSPACE, threshold.RANKS):
-        claims += claims_of(layout)
     expect("threshold", *claims)
+    expect_layouts("threshold", threshold.ENTRY, threshold.WORKSPACE, threshold.RANKS)
 
 
 def test_structs_and_constants_of_obs_are_those_of_the_kernel(backend):
@@ -116,7 +139,8 @@ def test_structs_and_constants_of_obs_are_those_of_the_kernel(backend):
     claims = [f"kState + 4 == {obs.COUNTERS}", f"kRows == {obs.ROWS}", f"kThreads == {obs.THREADS}"]
     claims += [f"(kObsColumns + 2) * kObsColumns * 4 == {obs.SHARED_BYTES}"]
     claims += [f"int(ObsRule::{rule}) == {i}" for i, rule in enumerate(RULES)]
-    expect("obs", *claims, *claims_of(obs.BLOCK))
+    expect("obs", *claims)
+    expect_layouts("obs", obs.BLOCK)
 
 
 # launches

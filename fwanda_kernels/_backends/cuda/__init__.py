@@ -21,6 +21,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ITEMSIZE = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
 MAX_SIZE = 0x7FFFFFFF  # of a dimension
 _origins: dict[tuple[str, str], str] = {}  # module -> where its code is from, of those that were loaded
+_devices: dict[int, Device] = {}
 _lock = Lock()
 
 
@@ -66,9 +67,13 @@ def run(like: Tensor, steps: Sequence[Launch | Zero]) -> None:
     _device(index).run(steps, torch._C._cuda_getCurrentRawStream(index))
 
 
-@cache
 def _device(index: int) -> Device:
-    return Device(index, find_code)
+    if device := _devices.get(index):
+        return device
+    with _lock:
+        if index not in _devices:  # another thread may have been faster
+            _devices[index] = Device(index, find_code)
+        return _devices[index]
 
 
 def find_code(module: tuple[str, str], capability: tuple[int, int]) -> bytes:
