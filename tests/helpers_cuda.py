@@ -1,10 +1,13 @@
 """The CUDA backend without a GPU: a stand-in for the driver, NVRTC, and what a cubin or PTX says of its kernels."""
 
+import atexit
 import ctypes
 import os
 import re
 import shutil
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load_fake_driver(folder: Path) -> ctypes.CDLL:
-    """Compile libcuda.c and load it, so that whoever asks for libcuda.so.1 in this process gets it."""
+@cache
+def fake_driver() -> ctypes.CDLL:
+    """Compile libcuda.c and load it once, so that whoever asks for libcuda.so.1 in this process gets it."""
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
-    path = folder / "libcuda.so.1"
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder, "libcuda.so.1")
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(path)]
     subprocess.run([*command, str(ROOT / "tests" / "libcuda.c")], check=True)
     library = ctypes.CDLL(str(path))

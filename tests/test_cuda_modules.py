@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers_cuda import load_fake_driver, parameter_sizes, resources
+from helpers_cuda import fake_driver, parameter_sizes, resources
 
 from fwanda_kernels._build import PACKAGE
 from fwanda_kernels._obs import RULES, Block, ObsCall
@@ -24,10 +24,10 @@ SPILLS = {"row_topk": 56, "compress_24": 8, "threshold_next": 24, "obs_walk": 24
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory):
+def backend():
     """The package of the backend, on top of the stand-in for the driver where there is no GPU."""
     if not torch.cuda.is_available():
-        load_fake_driver(tmp_path_factory.mktemp("driver"))
+        fake_driver()
     from fwanda_kernels._backends import cuda
     from fwanda_kernels._backends.cuda import obs, select, sparse24, stats, threshold  # noqa: F401
 
