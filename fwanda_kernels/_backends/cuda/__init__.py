@@ -58,6 +58,9 @@ def multiprocessors(tensor: Tensor) -> int:
 def run(like: Tensor, steps: Sequence[Launch | Zero]) -> None:
     """Queue steps on the current stream of a tensor's device.
 
+    The caller holds every tensor whose address is in the steps until this returns. After that the order of the stream
+    protects its memory.
+
     Raises:
         ImportError: a kernel cannot be compiled or loaded; nothing was queued.
         RuntimeError: a launch failed.

@@ -34,7 +34,8 @@ def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | Non
         raise_if_bad("row_topk_mask", bad_code(weight, scale, keep))
         bad = new_flag(weight)
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-    run(weight, plan_mask(weight, scale.contiguous(), keep.contiguous(), bad, mask))
+    scale, keep = scale.contiguous(), keep.contiguous()
+    run(weight, plan_mask(weight, scale, keep, bad, mask))
     return mask
 
 
@@ -59,7 +60,6 @@ def _prune(
         for name, *matrix in zip(names, weights, scales, keeps, strict=True):
             raise_if_bad(name, bad_code(*matrix))
         bad = new_flag(weights[0], len(weights))
-    # the contiguous copies must live until the launch
     scales, keeps = [s.contiguous() for s in scales], [k.contiguous() for k in keeps]
     run(weights[0], plan_prune(weights, scales, keeps, bad))
 

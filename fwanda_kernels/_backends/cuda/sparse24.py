@@ -25,9 +25,9 @@ BAND_ROWS = 64  # of a block of compress_24
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
     if m != 4 or not dense_rows(weight):
         return NotImplemented
-    flag = new_flag(weight) if bad is None else bad
+    scale, flag = scale.contiguous(), new_flag(weight) if bad is None else bad
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
-    run(weight, plan_keep(weight, scale.contiguous(), n, flag, mask))
+    run(weight, plan_keep(weight, scale, n, flag, mask))
     if bad is None:
         raise_if_bad("nm_mask", flag)
     return mask
@@ -39,17 +39,18 @@ def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None)
     if bad is None:
         raise_if_bad("nm_prune_", bad_code(weight, scale))
         bad = new_flag(weight)
-    run(weight, plan_keep(weight, scale.contiguous(), n, bad, None))
+    scale = scale.contiguous()
+    run(weight, plan_keep(weight, scale, n, bad, None))
 
 
 def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tensor, Tensor]:
     if not dense_rows(weight):
         return NotImplemented
-    flag = new_flag(weight) if bad is None else bad
+    scale, flag = scale.contiguous(), new_flag(weight) if bad is None else bad
     rows, cols = weight.shape
     values = torch.empty(rows, cols // 2, dtype=weight.dtype, device=weight.device)
     meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
-    run(weight, plan_compress(weight, scale.contiguous(), flag, values, meta))
+    run(weight, plan_compress(weight, scale, flag, values, meta))
     if bad is None:
         raise_if_bad("compress_24", flag)
     return values, meta
