@@ -131,6 +131,19 @@ print(fk.backends()["nm_mask"]["cpu"], fk.nm_mask(torch.ones(2, 4), torch.ones(4
     assert broken.startswith("libfwanda_cpu.stable.so cannot be loaded: ") and served == "['reference'] 4"
 
 
+def test_backend_that_gives_up_at_a_call_is_explained_and_called_no_more(tmp_path):
+    shutil.copytree(ROOT / "fwanda_kernels", tmp_path / "fwanda_kernels", ignore=shutil.ignore_patterns("*.so"))
+    backend = tmp_path / "fwanda_kernels" / "_backends" / "native_cpu.py"
+    backend.write_text("def nm_mask(*arguments):\n    print('called')\n    raise ImportError('no compiler')\n")
+    code = """
+print(fk.explain("nm_mask")["cpu"]["native"])
+for _ in range(2):
+    print(fk.nm_mask(torch.ones(2, 4), torch.ones(4), 2, 4).sum().item())
+print(fk.explain("nm_mask")["cpu"]["native"], *fk.backends()["nm_mask"]["cpu"])
+"""
+    assert run_alone(code, tmp_path).splitlines() == ["serves", "called", "4", "4", "no compiler reference"]
+
+
 # what serves
 
 
