@@ -102,7 +102,8 @@ def _into(target: Path, compile_to) -> Path:
 
 def _build_cpu(work: Path) -> Path:
     torch, library = _torch(), work / "cpu.so"
-    command = [*_host_compiler(), *CXX_FLAGS, *STABLE_ABI, f"-I{torch / 'include'}", str(_sources() / "cpu.cpp")]
+    sources = map(str, sorted(_sources().glob("*.cpp")))
+    command = [*_host_compiler(), *CXX_FLAGS, *STABLE_ABI, f"-I{torch / 'include'}", *sources]
     _run([*command, "-shared", "-o", str(library), *_link(torch)])
     return library
 
