@@ -139,20 +139,29 @@ struct Counts {
   int further, odd;    // words beyond these, and lanes with an odd count, of all lanes
 };
 
+// Bytes that are needed soon. take() asks for a part of them, so that memory works while the core computes.
+struct Ahead {
+  const uint8_t* at;
+  const uint8_t* end;
+  int64_t step;
+  inline __attribute__((always_inline)) void take() {
+    const uint8_t* stop = std::min(at + step, end);
+    for (; at < stop; at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 #define FWANDA_INLINE inline __attribute__((always_inline))
 
-FWANDA_INLINE Counts count_lanes(const uint8_t* bits, int pairs, int per_word) {
-  Counts c{};
-  for (int p = 0; p < pairs; p++)
-    for (int l = 0; l < kLanes; l++) c.count[l] += __builtin_popcount(load32(bits + 4 * (p * kLanes + l)));
+FWANDA_INLINE void complete(Counts& c, int per_word) {
+  const int shift = per_word - 1;
   c.common = 128;
   for (int l = 0; l < kLanes; l++) {
-    c.words[l] = c.count[l] / per_word;
+    c.words[l] = c.count[l] >> shift;
     c.common = std::min(c.common, c.words[l]);
-    c.odd += c.count[l] % per_word;
+    c.odd += c.count[l] & shift;
   }
-  for (int l = 0; l < kLanes; l++) c.further += c.words[l] - c.common;
-  return c;
+  c.further = -kLanes * c.common;
+  for (int l = 0; l < kLanes; l++) c.further += c.words[l];
 }
 
 FWANDA_INLINE bool fits(const Counts& c, int pairs, int64_t bytes) {
@@ -166,8 +175,8 @@ FWANDA_INLINE void copy_rest(const uint8_t* values, const uint8_t* last, const C
   for (int l = 0; l < kLanes; l++) {
     auto* run = reinterpret_cast<uint8_t*>(lanes.words + l * kRun) + 4 * c.common;
     const int n = 4 * (c.words[l] - c.common);
-    if (n <= 64 && further + 64 <= last) {
-      std::memcpy(run, further, 64);
+    if (further + 4 * kRun <= last) {
+      for (int at = 0; at < n; at += 64) std::memcpy(run + at, further + at, 64);
     } else {
       std::memcpy(run, further, n);
     }
@@ -180,7 +189,9 @@ FWANDA_INLINE void copy_rest(const uint8_t* values, const uint8_t* last, const C
 }
 
 bool gather_plain(const uint8_t* chunk, int64_t bytes, const uint8_t*, int pairs, int per_word, Lanes& lanes) {
-  const Counts c = count_lanes(chunk, pairs, per_word);
+  Counts c{};
+  for (int i = 0; i < pairs * kLanes; i++) c.count[i % kLanes] += __builtin_popcount(load32(chunk + 4 * i));
+  complete(c, per_word);
   if (!fits(c, pairs, bytes)) return false;
   const uint8_t* values = chunk + 4 * kLanes * pairs;
   for (int k = 0; k < c.common; k++)
@@ -197,7 +208,7 @@ void expand_plain(const uint32_t* run, uint32_t mask, int64_t& at, float* out) {
 
 // Adds 16 rows x one chunk to the sums [8 pairs of rows, tokens, 16]. x: [pairs, 4, tokens, 32].
 template <class T>
-void multiply_plain(const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, int tokens, float* sums) {
+void multiply_plain(const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, int tokens, float* sums, Ahead) {
   for (int l = 0; l < kLanes; l++) {
     int64_t at = 0;
     for (int p = 0; p < pairs; p++) {
@@ -234,9 +245,27 @@ FWANDA_AVX2 inline void transpose_8x8(const uint8_t* from, uint32_t* to) {
   }
 }
 
+FWANDA_AVX2 inline Counts count_avx2(const uint8_t* bits, int pairs, int per_word) {
+  const __m256i low = _mm256_set1_epi8(15), of_nibble = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4));
+  Counts c{};
+  for (int l = 0; l < kLanes; l += 8) {
+    __m256i sums = _mm256_setzero_si256();  // of each byte, at most 8 for each pair
+    for (int p = 0; p < pairs; p++) {
+      const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits + 4 * (p * kLanes + l)));
+      sums = _mm256_add_epi8(sums, _mm256_shuffle_epi8(of_nibble, _mm256_and_si256(word, low)));
+      sums = _mm256_add_epi8(sums, _mm256_shuffle_epi8(of_nibble, _mm256_and_si256(_mm256_srli_epi32(word, 4), low)));
+    }
+    sums = _mm256_madd_epi16(_mm256_maddubs_epi16(sums, _mm256_set1_epi8(1)), _mm256_set1_epi16(1));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(c.count + l), sums);
+  }
+  complete(c, per_word);
+  return c;
+}
+
 FWANDA_AVX2 bool gather_avx2(
     const uint8_t* chunk, int64_t bytes, const uint8_t* last, int pairs, int per_word, Lanes& lanes) {
-  const Counts c = count_lanes(chunk, pairs, per_word);
+  const Counts c = count_avx2(chunk, pairs, per_word);
   if (!fits(c, pairs, bytes)) return false;
   const uint8_t* values = chunk + 4 * kLanes * pairs;
   int k = 0;
@@ -273,9 +302,10 @@ FWANDA_AVX2 inline __m256 load8(const Float* p) { return _mm256_loadu_ps(reinter
 
 template <class T>
 FWANDA_AVX2 void multiply_avx2(
-    const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, int tokens, float* sums) {
+    const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, int tokens, float* sums, Ahead ahead) {
   for (int l = 0; l < kLanes; l++) {
     const auto* values = reinterpret_cast<const T*>(lanes.words + l * kRun);
+    ahead.take();
     for (int p = 0; p < pairs; p++) {
       const uint32_t mask = load32(bits + 4 * (p * kLanes + l));
       __m256 w[4];
@@ -326,7 +356,7 @@ FWANDA_AVX512 inline Pair512 expand_512(const Float*& values, uint32_t mask) {
 
 template <class T, int kTokens>
 FWANDA_AVX512 void multiply_tokens_512(
-    const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, float* sums) {
+    const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, float* sums, Ahead ahead) {
   for (int g = 0; g < 8; g++) {
     __m512 even[kTokens], odd[kTokens];
     for (int b = 0; b < kTokens; b++) {
@@ -335,6 +365,7 @@ FWANDA_AVX512 void multiply_tokens_512(
     }
     for (int t = 0; t < 4; t++) {
       const auto* values = reinterpret_cast<const T*>(lanes.words + (4 * g + t) * kRun);
+      ahead.take();
       for (int p = 0; p < pairs; p++) {
         const Pair512 w = expand_512(values, load32(bits + 4 * (p * kLanes + 4 * g + t)));
         for (int b = 0; b < kTokens; b++) {
@@ -350,20 +381,20 @@ FWANDA_AVX512 void multiply_tokens_512(
 }
 
 template <class T>
-void multiply_avx512(const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, int tokens, float* sums) {
+void multiply_avx512(const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, int tokens, float* sums, Ahead ahead) {
   switch (tokens) {
-    case 1: return multiply_tokens_512<T, 1>(bits, pairs, lanes, x, sums);
-    case 2: return multiply_tokens_512<T, 2>(bits, pairs, lanes, x, sums);
-    case 4: return multiply_tokens_512<T, 4>(bits, pairs, lanes, x, sums);
-    case 8: return multiply_tokens_512<T, 8>(bits, pairs, lanes, x, sums);
-    default: return multiply_tokens_512<T, 16>(bits, pairs, lanes, x, sums);
+    case 1: return multiply_tokens_512<T, 1>(bits, pairs, lanes, x, sums, ahead);
+    case 2: return multiply_tokens_512<T, 2>(bits, pairs, lanes, x, sums, ahead);
+    case 4: return multiply_tokens_512<T, 4>(bits, pairs, lanes, x, sums, ahead);
+    case 8: return multiply_tokens_512<T, 8>(bits, pairs, lanes, x, sums, ahead);
+    default: return multiply_tokens_512<T, 16>(bits, pairs, lanes, x, sums, ahead);
   }
 }
 
 #endif
 
 using Gather = bool (*)(const uint8_t*, int64_t, const uint8_t*, int, int, Lanes&);
-using Multiply = void (*)(const uint8_t*, int, const Lanes&, const float*, int, float*);
+using Multiply = void (*)(const uint8_t*, int, const Lanes&, const float*, int, float*, Ahead);
 
 enum class Isa { kPlain, kAvx2, kAvx512 };
 
@@ -454,7 +485,8 @@ void for_chunks(const Packed& w, Gather gather, int per_word, const Chunk& body,
           ok = false;
           return;
         }
-        body(tile, k, w.data + start, pairs, lanes);
+        const uint8_t* next = w.data + stop;  // the next chunk is about as long as this one
+        body(tile, k, w.data + start, pairs, lanes, {next, std::min(next + (stop - start), w.data + w.size), (stop - start) / kLanes + 64});
       }
       if (!end(tile, lanes)) ok = false;
     }
@@ -481,9 +513,9 @@ void linear(const Tensor& x, const Packed& w, const std::optional<Tensor>& bias,
   arrange<T>(x, w.columns, tokens, padded, kernel.interleaved(), arranged.data);
   const auto* added = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
   auto* result = static_cast<T*>(out.data_ptr());
-  const auto multiply = [&](int64_t, int64_t k, const uint8_t* bits, int pairs, Lanes& lanes) {
+  const auto multiply = [&](int64_t, int64_t k, const uint8_t* bits, int pairs, Lanes& lanes, Ahead ahead) {
     if (k == 0) std::fill_n(lanes.sums, 8 * padded * 16, 0.0f);
-    kernel.multiply(bits, pairs, lanes, arranged.data + k * 4 * 4 * padded * 32, padded, lanes.sums);
+    kernel.multiply(bits, pairs, lanes, arranged.data + k * 4 * 4 * padded * 32, padded, lanes.sums, ahead);
   };
   const auto finish = [&](int64_t tile, const Lanes& lanes) {
     bool ok = true;
@@ -548,8 +580,9 @@ template <class T>
 void unpack(const Packed& w, const Tensor& out) {
   const Kernel<Float> kernel(kIsa);
   auto* dense = static_cast<T*>(out.data_ptr());
-  const auto write = [&](int64_t tile, int64_t k, const uint8_t* bits, int pairs, const Lanes& lanes) {
+  const auto write = [&](int64_t tile, int64_t k, const uint8_t* bits, int pairs, const Lanes& lanes, Ahead ahead) {
     for (int l = 0; l < kLanes; l++) {
+      ahead.take();
       T* rows[2];
       for (int half = 0; half < 2; half++) {
         const int64_t row = w.row_of(tile * kTileRows + 8 * half + l / 4);

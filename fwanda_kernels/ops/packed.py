@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from .. import _checks as checks
 from .._checks import BOOL, UINT8
-from .._dispatch import define
+from .._dispatch import define, direct_kernel
 
 VERSION = 1
 TILE_ROWS, CHUNK_COLUMNS, PAIR_COLUMNS, LANES = 16, 256, 64, 32
@@ -155,11 +155,12 @@ def _unpack_weight(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) 
     return _unpack(packed, rows, columns, dtype)
 
 
-def unpack_weight(packed: Tensor) -> Tensor:
+def unpack_weight(packed: Tensor, header: PackedHeader | None = None) -> Tensor:
     """Dense weight of a packed one: kept weights have their bits, removed ones are +0.0.
 
     Args:
         packed: [N] uint8, as pack_weight() returns it.
+        header: what read_packed_header() or check_packed() returned for it; None reads it again.
 
     Returns:
         [R, C] in the dtype that was packed, contiguous, on the device of `packed`.
@@ -167,7 +168,7 @@ def unpack_weight(packed: Tensor) -> Tensor:
     Raises:
         ValueError: as read_packed_header().
     """
-    header = read_packed_header(packed)
+    header = _header_of("unpack_weight", packed, header)
     return _unpack_weight(packed, *header.shape, header.dtype)
 
 
@@ -181,7 +182,7 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, co
 
 
 def packed_linear(
-    x: Tensor, packed: Tensor, bias: Tensor | None = None, *, rows: int | None = None, columns: int | None = None
+    x: Tensor, packed: Tensor, bias: Tensor | None = None, *, header: PackedHeader | None = None
 ) -> Tensor:
     """Linear layer x W^T + bias of a packed weight W.
 
@@ -189,8 +190,8 @@ def packed_linear(
         x: [..., C] in the dtype of the weight; at least two dimensions.
         packed: [N] uint8, as pack_weight() returns it.
         bias: [R] in the dtype of `x`, or None.
-        rows, columns: R and C, if the caller has checked the packed weight by check_packed(). They let the call leave
-            the header unread, which on a GPU would wait for the device.
+        header: what read_packed_header() or check_packed() returned for `packed`; None reads it again, which takes
+            longer than a small product, and on a GPU waits for the device.
 
     Returns:
         [..., R] in the dtype of `x`.
@@ -203,18 +204,27 @@ def packed_linear(
     threads. There is no derivative.
     """
     op = "packed_linear"
-    if rows is None or columns is None:
-        header = read_packed_header(packed)
-        rows, columns = header.shape
-        if x.dtype != header.dtype:
-            raise ValueError(f"{op}: x must be {header.dtype} like the packed weight, got {checks.describe_tensor(x)}")
+    header = _header_of(op, packed, header)
+    rows, columns = header.shape
     checks.expect_tokens(op, x, None)
-    if x.shape[-1] != columns or x.device != packed.device:
-        expected = checks.describe(("...", columns), (x.dtype,), packed.device)
-        raise ValueError(f"{op}: x must be {expected}, got {checks.describe_tensor(x)}")
+    if x.shape[-1] != columns or x.dtype != header.dtype or x.device != packed.device:
+        expected = checks.describe(("...", columns), (header.dtype,), packed.device)
+        raise ValueError(f"{op}: x must be {expected} like the packed weight, got {checks.describe_tensor(x)}")
     if bias is not None:
         checks.expect(op, "bias", bias, (rows,), (x.dtype,), x)
-    return _packed_linear(x.flatten(0, -2), packed, bias, rows, columns).view(*x.shape[:-1], rows)
+    tokens = x.flatten(0, -2)
+    kernel = direct_kernel(op, tokens, packed, bias)
+    out = NotImplemented if kernel is None else kernel(tokens, packed, bias, rows, columns)
+    if out is NotImplemented:
+        out = _packed_linear(tokens, packed, bias, rows, columns)
+    return out.view(*x.shape[:-1], rows)
+
+
+def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHeader:
+    if header is None:
+        return read_packed_header(packed)
+    checks.expect(op, "packed", packed, packed.shape[:1], UINT8, packed)
+    return header
 
 
 # the layout
