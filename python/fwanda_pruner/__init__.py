@@ -2,6 +2,8 @@
 
 import importlib
 
+from .register_packed import register_when_possible
+
 # loaded on first use: the command line answers --help and mistakes without importing torch
 _HOMES = {
     "MatrixRow": "report.record",
@@ -15,8 +17,10 @@ _HOMES = {
     "evaluate_tasks": "evaluate.lm_eval_tasks",
     "load_model": "model.load",
     "masks": "run.masks",
+    "pack_": "model.packed",
     "prune": "run.pipeline",
     "save_pruned": "run.save",
+    "unpack_": "model.packed",
 }
 __all__ = sorted(_HOMES)
 
@@ -31,3 +35,6 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return __all__
+
+
+register_when_possible()
