@@ -1,7 +1,7 @@
 """Packed weights: one bit for each weight and the values of the kept ones, in one buffer that describes itself.
 
 docs/packed.md has the layout. In short: a header; the row order; one offset for each chunk; the chunks. A chunk is 16
-rows of the order times 256 columns. Lane 4 g + t of 32 owns, of each 32 columns, the columns 8 t to 8 t + 7 in rows g and
+rows of the order times 256 columns. Lane 4 g + t of 32 owns, of each 32 columns, columns 8 t to 8 t + 7 in rows g and
 g + 8, as a tensor-core fragment needs them. A chunk holds its bits, 4 B for each lane and 64 columns, and then values:
 the words that all lanes have, interleaved so that a lane always reads its own memory bank; the further words of each
 lane; and the last value of the lanes with an odd count.

@@ -16,11 +16,12 @@ _HOMES = {
     "evaluate_model": "run.pipeline",
     "evaluate_tasks": "evaluate.lm_eval_tasks",
     "load_model": "model.load",
+    "load_packed": "model.load",
     "masks": "run.masks",
-    "pack_": "model.packed",
+    "pack_": "model.pack",
     "prune": "run.pipeline",
     "save_pruned": "run.save",
-    "unpack_": "model.packed",
+    "unpack_": "model.pack",
 }
 __all__ = sorted(_HOMES)
 

@@ -6,7 +6,7 @@ import argparse
 import re
 from dataclasses import fields
 
-from .commands import calibrate, demo, doctor, evaluate, prune, report, sample, sweep
+from .commands import calibrate, demo, doctor, evaluate, pack, prune, report, sample, sweep, unpack
 from .config import CALIBRATION, GROUPS, PruneConfig
 from .errors import UserError, did_you_mean, one_line
 from .setting_checks import flag
@@ -65,7 +65,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     parser = _Parser(prog="fwanda", description="Prune causal language models in one shot, without retraining.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_prune, _add_calibrate, _add_sample, _add_eval, _add_sweep, _add_report, _add_demo, _add_doctor):
+    for add in (
+        _add_prune, _add_calibrate, _add_sample, _add_eval, _add_sweep, _add_report, _add_pack, _add_unpack, _add_demo,
+        _add_doctor,
+    ):  # fmt: skip
         add(commands)
     return parser, commands.choices
 
@@ -199,6 +202,26 @@ def _add_report(commands) -> None:
         help="table, csv with one row for each run, or json with the complete records (default: table)",
     )
     parser.add_argument("--html", metavar="FILE.html", help="write a page with pictures, instead of printing a table")
+
+
+def _add_pack(commands) -> None:
+    about = "write a packed copy of a pruned model: one bit a weight, and the kept values"
+    parser = _command(commands, "pack", pack, about, "DIR --output DIR2")
+    _add_folders(parser, "folder of a pruned model")
+    parser.add_argument("--force", action="store_true", help="pack matrices with fewer than 15 %% zeros too")
+
+
+def _add_unpack(commands) -> None:
+    parser = _command(commands, "unpack", unpack, "write a dense copy of a packed model", "DIR --output DIR2")
+    _add_folders(parser, "folder of a packed model")
+
+
+def _add_folders(parser: _Parser, what: str) -> None:
+    parser.add_argument("folder", metavar="DIR", help=what)
+    parser.add_argument(
+        "--output", metavar="DIR2", required=True, help="folder to write; it appears complete or not at all"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="delete what DIR2 holds, and write the result there")
 
 
 def _add_demo(commands) -> None:

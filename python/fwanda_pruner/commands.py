@@ -384,6 +384,20 @@ def demo(args: argparse.Namespace) -> Result:
     return Result("")
 
 
+def pack(args: argparse.Namespace) -> Result:
+    """Writes a packed copy of a folder."""
+    from .run.convert import pack_folder
+
+    return Result(pack_folder(args.folder, args.output, force=args.force, overwrite=args.overwrite), saved=args.output)
+
+
+def unpack(args: argparse.Namespace) -> Result:
+    """Writes a dense copy of a packed folder."""
+    from .run.convert import unpack_folder
+
+    return Result(unpack_folder(args.folder, args.output, overwrite=args.overwrite), saved=args.output)
+
+
 def doctor(_args: argparse.Namespace) -> Result:
     """Lists what is installed and what is missing."""
     from .doctor import describe

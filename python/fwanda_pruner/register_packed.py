@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -20,9 +21,7 @@ def register_when_possible() -> None:
 
 
 def _register() -> None:
-    from .model.packed_quantizer import register
-
-    register()
+    importlib.import_module(".model.packed_quantizer", __package__).register()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

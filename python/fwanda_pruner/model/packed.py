@@ -1,20 +1,16 @@
-"""Packed layers: linear layers and fused experts that hold packed weights (see docs/packed.md) in place of dense ones."""
+"""Layers that hold packed weights (see docs/packed.md): linear layers, and modules of fused experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
-from fwanda_kernels import PackedHeader, check_packed, pack_weight, packed_linear, unpack_weight
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import UserError
-from .arguments import expect_model
-from .cache import size_text
-from .targets import Target, find_targets
+from fwanda_kernels import PackedHeader, check_packed, pack_weight, packed_linear, unpack_mask, unpack_weight
 
-DENSEST = 0.85  # denser matrices gain nothing, and stay as they are
+from ..errors import UserError
 
 
 class PackedLinear(nn.Module):
@@ -26,8 +22,8 @@ class PackedLinear(nn.Module):
         bias: [R] in the dtype of the weight, or None.
         conv1d: it stands for GPT-2's Conv1D, whose dense weight is transposed.
 
-    Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. `.to(dtype)` packs
-    the values again.
+    Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. `.to(dtype)`
+    packs the values again.
     """
 
     def __init__(self, packed: Tensor, header: PackedHeader, bias: nn.Parameter | None, *, conv1d: bool = False):
@@ -126,7 +122,7 @@ def _stacked(module: PackedExperts, name: str) -> Tensor:
     ])  # fmt: skip
 
 
-def _take_experts(module: PackedExperts) -> None:
+def take_experts(module: PackedExperts) -> None:
     """Undo put_experts() for all parameters of a module."""
     dense = {name: nn.Parameter(_stacked(module, name), requires_grad=False) for name in module.packed_headers}
     for key, _, _ in list(module.packed_weights()):
@@ -137,54 +133,13 @@ def _take_experts(module: PackedExperts) -> None:
         module.register_parameter(name, parameter)
 
 
-def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
-    """Replace the pruned matrices of a model by packed ones, in place, one after the other.
-
-    Args:
-        model: a pruned causal language model. Removed weights are those that are +0.0.
-        force: pack all matrices, even if more than 85 % of their weights are not zero.
-
-    Returns:
-        The model. Its config says that it is packed, so save_pretrained() writes a packed folder.
-
-    Raises:
-        UserError: no matrix is sparse enough, and not `force`; or the model has no matrices that can be pruned.
-    """
-    from .packed_quantizer import mark_packed
-
-    expect_model(model)
-    targets = find_targets(model)[0]
-    chosen = targets if force else _sparse(targets)
-    if not chosen:
-        weights = sum(target.weight.numel() for target in targets)
-        size = targets[0].weight.element_size()
-        raise UserError(
-            f"the model is dense: no matrix has more than {1 - DENSEST:.0%} zeros, so its {len(targets)} matrices would "
-            f"take {size_text(int(weights * (size + 1 / 8)))} packed and take {size_text(weights * size)} now; prune it "
-            f"first, or pack it anyway with --force (force=True in Python)"
-        )
-    done = set()
-    for target in chosen:
-        key = target.parameter
-        if key not in done:
-            done.add(key)
-            _pack_target(model, target)
-    mark_packed(model)
-    return model
-
-
-def unpack_(model: nn.Module) -> nn.Module:
-    """Replace the packed matrices of a model by dense ones, in place, one after the other; returns the model."""
-    from .packed_quantizer import unmark_packed
-
-    expect_model(model)
+def unpack_layers_(model: nn.Module) -> None:
+    """Replace the packed layers and experts of a model by dense ones, in place, one after the other."""
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             model.set_submodule(name, module.unpacked())
         elif isinstance(module, PackedExperts):
-            _take_experts(module)
-    unmark_packed(model)
-    return model
+            take_experts(module)
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, PackedHeader]]:
@@ -215,40 +170,11 @@ def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
     return header
 
 
-def _sparse(targets: list[Target]) -> list[Target]:
-    """The targets that are sparse enough; of fused experts, all of a parameter if they are on average."""
-    kept: dict[str, list[int]] = {}
-    for target in targets:
-        counts = kept.setdefault(target.parameter, [0, 0])
-        counts[0] += int((target.weight != 0).sum())
-        counts[1] += target.weight.numel()
-    return [target for target in targets if kept[target.parameter][0] <= DENSEST * kept[target.parameter][1]]
-
-
-@torch.no_grad()
-def _pack_target(model: nn.Module, target: Target) -> None:
-    """Replace the module of a target, or the parameter of fused experts that it is a slice of."""
-    if target.slice_of is None:
-        layer = target.module
-        packed = pack_weight(target.weight)
-        header = PackedHeader(tuple(target.shape), target.weight.dtype, "")
-        new = PackedLinear(packed, header, layer.bias, conv1d=isinstance(layer, Conv1D))
-        model.set_submodule(target.name, new.train(layer.training))
-        return
-    module, name = target.slice_of.experts.module, target.slice_of.parameter.rpartition(".")[2]
-    parameter = getattr(module, name)
-    packed = [pack_weight(weight) for weight in parameter]
-    header = PackedHeader(tuple(parameter.shape[1:]), parameter.dtype, "")
-    put_experts(module, name, packed, [header] * len(packed))
-
-
 def _dtype_after(fn: Callable, dtype: torch.dtype) -> torch.dtype:
     """The dtype that a conversion of a module, such as .to() or .half(), gives to values of a dtype."""
     return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
 
 
 def _converted(packed: Tensor, header: PackedHeader, dtype: torch.dtype) -> tuple[Tensor, PackedHeader]:
-    from fwanda_kernels import unpack_mask
-
     again = pack_weight(unpack_weight(packed, header).to(dtype), unpack_mask(packed))
     return again, PackedHeader(header.shape, dtype, "")

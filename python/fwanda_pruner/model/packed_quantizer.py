@@ -8,17 +8,18 @@ from __future__ import annotations
 import re
 
 import torch
-from fwanda_kernels import PackedHeader
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fwanda_kernels import PackedHeader
+
 from ..errors import UserError
 from ..notes import warn
 from ..register_packed import METHOD
-from .packed import PackedExperts, PackedLinear, checked, packed_weights, put_experts
+from .packed import PackedLinear, checked, packed_weights, put_experts, unpack_layers_
 
 _VERSION = 1  # of quantization_config in config.json
 _EXPERT = re.compile(r"(.+)\.(\w+)_packed_(\d+)")
@@ -37,8 +38,7 @@ class PackedConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         if version != _VERSION:
             raise UserError(
-                f"the model is packed in version {version}, this fwanda reads version {_VERSION}; install another fwanda, "
-                f"or pack the model again"
+                f"the model is packed in version {version}, this fwanda reads version {_VERSION}; pack the model again"
             )
         self.packed_bytes, self.dtype, self.version = packed_bytes, str(dtype).removeprefix("torch."), version
 
@@ -101,9 +101,8 @@ class PackedQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model, dtype=None):
-        from .packed import unpack_
-
-        return unpack_(model)
+        unpack_layers_(model)
+        return model
 
 
 def mark_packed(model: nn.Module) -> None:
@@ -149,7 +148,8 @@ def _put_linear(model: nn.Module, key: str, size: int, dtype: torch.dtype) -> No
         raise UserError(f"{key} is packed, but {path} is a {type(layer).__name__}; the files are of different models")
     conv1d = isinstance(layer, Conv1D)
     rows, cols = layer.weight.shape[::-1] if conv1d else layer.weight.shape
-    model.set_submodule(path, PackedLinear(_empty(size), PackedHeader((rows, cols), dtype, ""), layer.bias, conv1d=conv1d))
+    header = PackedHeader((rows, cols), dtype, "")
+    model.set_submodule(path, PackedLinear(_empty(size), header, layer.bias, conv1d=conv1d))
 
 
 def _module(model: nn.Module, path: str) -> nn.Module:
@@ -161,6 +161,3 @@ def _module(model: nn.Module, path: str) -> nn.Module:
 
 def _empty(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="meta")
-
-
-__all__ = ["PackedConfig", "PackedExperts", "PackedQuantizer", "mark_packed", "register", "unmark_packed"]
