@@ -9,12 +9,12 @@ import sys
 
 # What transformers prints if nobody has registered it, before it fails on the shapes of the weights.
 METHOD = "fwanda_packed (install fwanda-kernels, then import fwanda_pruner)"
-_HOME = "transformers.quantizers.auto"  # the module with the tables of quantizers
+_HOME = "transformers.modeling_utils"  # whatever loads a model imports it, after the tables of quantizers
 
 
 def register_when_possible() -> None:
-    """Register now if transformers is imported, else right after it imports its tables of quantizers."""
-    if getattr(sys.modules.get(_HOME), "register_quantizer", None) is not None:
+    """Register now if transformers is imported, else right after it has imported what loads models."""
+    if getattr(sys.modules.get(_HOME), "PreTrainedModel", None) is not None:
         _register()
     else:
         sys.meta_path.insert(0, _Finder())
