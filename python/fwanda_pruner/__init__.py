@@ -15,6 +15,8 @@ _HOMES = {
     "collect": "run.pipeline",
     "evaluate_model": "run.pipeline",
     "evaluate_tasks": "evaluate.lm_eval_tasks",
+    "keep_zeros": "model.keep_zeros",
+    "load_masks": "formats.masks",
     "load_model": "model.load",
     "load_packed": "model.load",
     "masks": "run.masks",

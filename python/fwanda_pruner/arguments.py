@@ -6,7 +6,7 @@ import argparse
 import re
 from dataclasses import fields
 
-from .commands import calibrate, demo, doctor, evaluate, pack, prune, report, sample, sweep, unpack
+from .commands import bench, calibrate, demo, doctor, evaluate, pack, prune, report, sample, sweep, unpack
 from .config import CALIBRATION, GROUPS, PruneConfig
 from .errors import UserError, did_you_mean, one_line
 from .setting_checks import flag
@@ -66,8 +66,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
-        _add_prune, _add_calibrate, _add_sample, _add_eval, _add_sweep, _add_report, _add_pack, _add_unpack, _add_demo,
-        _add_doctor,
+        _add_prune, _add_calibrate, _add_sample, _add_eval, _add_sweep, _add_report, _add_pack, _add_unpack, _add_bench,
+        _add_demo, _add_doctor,
     ):  # fmt: skip
         add(commands)
     return parser, commands.choices
@@ -214,6 +214,17 @@ def _add_pack(commands) -> None:
 def _add_unpack(commands) -> None:
     parser = _command(commands, "unpack", unpack, "write a dense copy of a packed model", "DIR --output DIR2")
     _add_folders(parser, "folder of a packed model")
+
+
+def _add_bench(commands) -> None:
+    about = "compare the speed and the memory of a pruned model, packed and dense"
+    parser = _command(commands, "bench", bench, about, "DIR")
+    parser.add_argument("folder", metavar="DIR", help="folder of a pruned model, packed or dense")
+    parser.add_argument("--batches", metavar="N,N", default="1,4,16", help="sequences at once (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, metavar="N", default=64, help="tokens to decode (default: %(default)s)")
+    parser.add_argument("--prompts", metavar="N,N", default="512,2048", help="lengths of prompts (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    _add_settings(parser, "place")
 
 
 def _add_folders(parser: _Parser, what: str) -> None:
