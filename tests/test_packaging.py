@@ -48,10 +48,12 @@ def only_wheel(tree):
 
 def test_no_op_is_in_both_libraries():
     """Both are loaded into one namespace."""
-    cpu, cuda = (
-        set(re.findall(r'm\.def\(\s*"(\w+)', (ROOT / "csrc" / name).read_text())) for name in ("cpu.cpp", "bindings.cu")
+    cpu, packed, cuda = (
+        set(re.findall(r'm\.def\(\s*"(\w+)', (ROOT / "csrc" / name).read_text()))
+        for name in ("cpu.cpp", "cpu_packed.cpp", "bindings.cu")
     )
-    assert "nm_mask" in cpu and "compress_24" in cuda and not cpu & cuda
+    cpu |= packed
+    assert {"nm_mask", "packed_linear"} <= cpu and "compress_24" in cuda and not cpu & cuda
 
 
 def test_pure_wheel_holds_both_packages_and_the_sources_and_no_library(source_tree):
