@@ -71,7 +71,7 @@ EMPTY_CALLS = {  # what is left of nothing: each value is 0
     "pack_mask": lambda i, r, c, t: fk.pack_mask(i["mask"]).sum() - r * c // 8 * 255,
     "masked_weight": lambda i, r, c, t: fk.masked_weight(i["weight"], i["packed"]).sum(),
     "unpack_weight": lambda i, r, c, t: fk.unpack_weight(fk.pack_weight(i["weight"], i["mask"])).numel() - r * c,
-    "packed_linear": lambda i, r, c, t: fk.packed_linear(i["x"], fk.pack_weight(i["weight"], i["mask"])).numel() - t * r,
+    "packed_linear": lambda i, r, c, t: fk.packed_linear(i["x"], fk.pack_weight(i["weight"])).numel() - t * r,
     "removed_sums": lambda i, r, c, t: sum(
         s.sum() for s in fk.removed_sums(torch.zeros(t, r, dtype=i["x"].dtype), i["x"], i["weight"], i["packed"])
     ),

@@ -72,6 +72,7 @@ def test_strided_and_transposed_weights_pack_like_contiguous_ones():
     assert torch.equal(fk.pack_weight(weight.repeat(1, 2)[:, :80]), expected)
 
 
+@pytest.mark.fault("file size")
 @pytest.mark.parametrize(("density", "share"), [(0.5, 0.57), (0.3, 0.37)])
 @pytest.mark.parametrize("shape", [(576, 576), (192, 576), (1536, 576), (576, 1536), (1024, 1024)], ids=str)
 def test_size_of_bf16(shape, density, share):

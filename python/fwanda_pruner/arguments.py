@@ -222,7 +222,7 @@ def _add_bench(commands) -> None:
     parser.add_argument("folder", metavar="DIR", help="folder of a pruned model, packed or dense")
     parser.add_argument("--batches", metavar="N,N", default="1,4,16", help="sequences at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, metavar="N", default=64, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--prompts", metavar="N,N", default="512,2048", help="lengths of prompts (default: %(default)s)")
+    parser.add_argument("--prompts", metavar="N,N", default="512,2048", help="tokens of prompts (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     _add_settings(parser, "place")
 

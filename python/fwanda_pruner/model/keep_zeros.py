@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from fwanda_kernels import masked_weight, pack_mask
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fwanda_kernels import masked_weight, pack_mask
 
 from ..errors import UserError
 from .arguments import expect_model
