@@ -45,12 +45,10 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
             f"{size_text(weights * size)}, and would take {size_text(weights * size + weights // 8)} packed; prune it "
             f"first, or pack it anyway with --force (force=True in Python)"
         )
-    done = set()
-    for target in chosen:
-        key = target.parameter
-        if key not in done:
-            done.add(key)
-            _pack_target(model, target)
+    waiting = {target.parameter: target for target in reversed(chosen)}
+    del targets, chosen  # so that each dense weight is freed once it is packed
+    while waiting:
+        _pack_target(model, waiting.popitem()[1])
     mark_packed(model)
     return model
 

@@ -99,10 +99,11 @@ def verify_finished(output: str | Path, config: PruneConfig, *, model: str, stat
     """
     remove_leftovers(output)
     report = Report.load(output)
+    written = {"save": "dense"} | report.config  # older records name no format
     for key, value in _settings_to_compare(report, config, model, statistics).items():
-        if report.config.get(key) != value:
+        if written.get(key) != value:
             raise UserError(
-                f"{output} is finished with {key} {report.config.get(key)!r}, this command has {value!r}; choose "
+                f"{output} is finished with {key} {written.get(key)!r}, this command has {value!r}; choose "
                 f"another folder or pass --overwrite"
             )
     try:
