@@ -62,7 +62,7 @@ class PackedLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         packed = state_dict.get(f"{prefix}weight")
-        if packed is not None and not packed.is_meta:
+        if packed is not None and packed.dtype == torch.uint8 and not packed.is_meta:
             try:
                 self.header = checked(f"{prefix}weight", packed, self.header)
             except UserError as error:

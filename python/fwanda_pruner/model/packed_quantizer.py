@@ -116,7 +116,7 @@ def unmark_packed(model: nn.Module) -> None:
     """Remove what mark_packed() or from_pretrained() have noted."""
     for owner, name in (
         (model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"),
-        (model.config, "_is_quantized"),
+        (model.config, "_is_quantized"), (model.config, "_pre_quantization_dtype"),
     ):  # fmt: skip
         if name in vars(owner):
             delattr(owner, name)
