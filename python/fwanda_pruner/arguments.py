@@ -86,6 +86,8 @@ def _add_prune(commands) -> None:
         commands, "prune", prune, "prune a model and write it as a Hugging Face folder", "MODEL --output DIR"
     )
     parser.epilog, parser.formatter_class = _PRUNE_EXAMPLES, argparse.RawDescriptionHelpFormatter
+    output = parser.section(_OUTPUT)
+    output.add_argument("--output", metavar="DIR", help="folder to write; it appears complete or not at all")
     _add_settings(parser, *GROUPS)
     _add_model(parser)
     parser.section(_WHAT).add_argument(
@@ -101,8 +103,6 @@ def _add_prune(commands) -> None:
     parser.section(_RUN).add_argument(
         "--config", metavar="FILE", help="read settings from a YAML or JSON file; flags take precedence over it"
     )
-    output = parser.section(_OUTPUT)
-    output.add_argument("--output", metavar="DIR", help="folder to write; it appears complete or not at all")
     output.add_argument(
         "--overwrite",
         action="store_true",

@@ -112,9 +112,7 @@ def _load(folder: str | Path, form: str, device: str, dtype: str | None) -> nn.M
     return pack_(model) if form == "packed" else model
 
 
-def _rows(
-    model: nn.Module, form: str, batches: tuple[int, ...], tokens: int, prompts: tuple[int, ...]
-) -> list[Row]:
+def _rows(model: nn.Module, form: str, batches: tuple[int, ...], tokens: int, prompts: tuple[int, ...]) -> list[Row]:
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     device, vocabulary = model.device, model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
