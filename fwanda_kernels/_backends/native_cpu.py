@@ -53,4 +53,4 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
     if len(x) > _MOST_TOKENS:
         return linear(x, unpack_weight(packed, rows, columns, x.dtype), bias)
     bias = None if bias is None else bias.contiguous()
-    return _C.packed_linear(x.contiguous(), packed.contiguous(), bias, rows, columns)
+    return _C.packed_linear.default(x.contiguous(), packed.contiguous(), bias, rows, columns)

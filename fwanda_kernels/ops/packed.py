@@ -206,11 +206,12 @@ def packed_linear(
     op = "packed_linear"
     header = _header_of(op, packed, header)
     rows, columns = header.shape
-    checks.expect_tokens(op, x, None)
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() < 2:
+        checks.expect_tokens(op, x, None)
     if x.shape[-1] != columns or x.dtype != header.dtype or x.device != packed.device:
         expected = checks.describe(("...", columns), (header.dtype,), packed.device)
         raise ValueError(f"{op}: x must be {expected} like the packed weight, got {checks.describe_tensor(x)}")
-    if bias is not None:
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype or bias.device != x.device):
         checks.expect(op, "bias", bias, (rows,), (x.dtype,), x)
     tokens = x.flatten(0, -2)
     kernel = direct_kernel(op, tokens, packed, bias)
@@ -223,7 +224,8 @@ def packed_linear(
 def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHeader:
     if header is None:
         return read_packed_header(packed)
-    checks.expect(op, "packed", packed, packed.shape[:1], UINT8, packed)
+    if packed.dim() != 1 or packed.dtype != torch.uint8:
+        checks.expect(op, "packed", packed, packed.shape[:1], UINT8, packed)
     return header
 
 
