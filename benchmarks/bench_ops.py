@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lib.cases import budgets, obs, removed, select, sparse24, stats, threshold
+from lib.cases import budgets, obs, packed, removed, select, sparse24, stats, threshold
 from lib.machine import copy_rate, synchronize, this_device
 
 import fwanda_kernels as fk
@@ -36,6 +36,12 @@ CASES = {
             for t in (2048, 8192)
             for r, c in SELECT[:3]
         ],
+        *[
+            ("packed_linear", f"{r} x {c}, {percent} %, batch {t}", packed.product, (t, r, c, percent))
+            for percent in (50, 60, 70)
+            for t in (1, 8, 16)
+            for r, c in SELECT[:3]
+        ],
     ],
     "cpu": [
         ("accumulate_sq_sums_", "2048 x 4096", stats.sq_sums, (2048, 4096)),
@@ -53,6 +59,11 @@ CASES = {
         ("pack_mask", "4096 x 4096", removed.pack, (4096, 4096)),
         ("masked_weight", "4096 x 4096", removed.masked, (4096, 4096)),
         ("removed_sums", "1024 x 1024, 512 tokens", removed.sums, (512, 1024, 1024)),
+        *[
+            ("packed_linear", f"1536 x 576, {percent} %, batch {t}", packed.product, (t, 1536, 576, percent))
+            for percent in (50, 70)
+            for t in (1, 4)
+        ],
     ],
 }
 HERE = this_device()

@@ -100,7 +100,8 @@ def find_library() -> Path | None:
 
 def _build_cpu(out_dir: Path) -> Path:
     torch, target = _torch(), out_dir / CPU_LIBRARY
-    command = [*_host_compiler(), *CXX_FLAGS, *STABLE_ABI, f"-I{torch / 'include'}", str(_sources() / "cpu.cpp")]
+    sources = map(str, sorted(_sources().glob("*.cpp")))
+    command = [*_host_compiler(), *CXX_FLAGS, *STABLE_ABI, f"-I{torch / 'include'}", *sources]
     # libtorch.so brings libtorch_cpu
     link = [f"-L{torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch"]
     with tempfile.TemporaryDirectory(prefix=".build-", dir=out_dir) as work:

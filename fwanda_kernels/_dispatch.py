@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _autograd
 from ._checks import expect_apart
@@ -181,6 +182,28 @@ def _load(backend: str, device: str, name: str) -> Callable:
     if kernel is None:
         raise ImportError("not implemented by this backend")
     return kernel
+
+
+def direct_kernel(name: str, *tensors: torch.Tensor | None) -> Callable | None:
+    """The kernel of the first backend, if a call with these CPU tensors would reach it unchanged; else None.
+
+    A call of an op passes autograd and the dispatcher in Python, which takes about 20 us: as long as a small matrix
+    product. Tracing, modes, subclasses of tensors and autograd need that way.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    needs_grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu:
+            return None
+        if needs_grad and tensor.requires_grad:
+            return None
+    kernel = _kernel(_candidates("cpu")[0], "cpu", name)
+    return kernel if callable(kernel) else None
 
 
 def _refusal(name: str, device: str) -> str:

@@ -44,7 +44,21 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "6 Grouped-query attention breaks a shape",
         "counts are exact with 1, 2 and 4 key-value heads of 4; statistics equal retained gradients",
     ),
-    "file size": ("7 The saved model is as large as before", "later: files are dense; there is no `--save packed` yet"),
+    "file size": (
+        "7 The saved model is as large as before",
+        "`--save packed` and `fwanda pack` store the pruned matrices in at most 57 % of their size at 50 % sparsity in "
+        "bf16 and 37 % at 70 %, and every bit comes back",
+    ),
+    "packed file": (
+        "A packed file is truncated, altered, of another version or of another model, or it is loaded without fwanda",
+        "an error of one line names the tensor, and nothing is loaded; without fwanda, the error of transformers comes "
+        "with a line that says what to import",
+    ),
+    "kept zeros": (
+        "Removed weights come back in fine-tuning, or in quantisation afterwards",
+        "`keep_zeros` holds them through any optimizer of torch and through a merge of adapters; int8 of torchao keeps "
+        "0.0",
+    ),
     "2:4 speed": (
         "8 2:4 gives no speedup",
         "later: the speed of pruned models is not measured yet; the README says that dense kernels run them no faster",

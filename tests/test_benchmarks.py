@@ -20,7 +20,7 @@ sys.path.append(str(FOLDER))
 import paper_tables  # noqa: E402
 import render  # noqa: E402
 from lib import markdown, naive, pictures, repeats, shapes  # noqa: E402
-from lib.cases import budgets, obs, removed, select, sparse24, stats, threshold  # noqa: E402
+from lib.cases import budgets, obs, packed, removed, select, sparse24, stats, threshold  # noqa: E402
 from lib.cases import case as case_module  # noqa: E402
 from lib.decoding import decode  # noqa: E402
 from lib.masks import agreement, packed_masks  # noqa: E402
@@ -122,6 +122,7 @@ SMALL = {
     "pack": (removed.pack, (32, 64)),
     "masked": (removed.masked, (32, 64)),
     "removed_sums": (removed.sums, (48, 32, 64)),
+    "packed_linear": (packed.product, (2, 32, 64, 50)),
 }
 
 

@@ -70,6 +70,8 @@ EMPTY_CALLS = {  # what is left of nothing: each value is 0
     )[1].sum() - 5,
     "pack_mask": lambda i, r, c, t: fk.pack_mask(i["mask"]).sum() - r * c // 8 * 255,
     "masked_weight": lambda i, r, c, t: fk.masked_weight(i["weight"], i["packed"]).sum(),
+    "unpack_weight": lambda i, r, c, t: fk.unpack_weight(fk.pack_weight(i["weight"], i["mask"])).numel() - r * c,
+    "packed_linear": lambda i, r, c, t: fk.packed_linear(i["x"], fk.pack_weight(i["weight"])).numel() - t * r,
     "removed_sums": lambda i, r, c, t: sum(
         s.sum() for s in fk.removed_sums(torch.zeros(t, r, dtype=i["x"].dtype), i["x"], i["weight"], i["packed"])
     ),
@@ -238,6 +240,8 @@ TENSOR_CALLS = WEIGHT_CALLS | {
     "masked_weight": lambda w: fk.masked_weight(w, torch.ones(6, 2, dtype=torch.uint8)),
     "removed_sums": lambda g: fk.removed_sums(g, torch.ones(6, 16), torch.ones(16, 16), torch.ones(16, 2).byte()),
     "compress_24": lambda w: fk.compress_24(w, torch.ones(16)),
+    "pack_weight": lambda w: fk.pack_weight(w),
+    "packed_linear": lambda x: fk.packed_linear(x, fk.pack_weight(torch.ones(6, 16))),
     "allocate_row_budgets": lambda v: fk.allocate_row_budgets(v, 9, k_max=3),
     "global_row_scales": lambda w: fk.global_row_scales([w], [torch.ones(6)], [torch.ones(16)]),
 }

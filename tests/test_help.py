@@ -48,7 +48,10 @@ def test_prune_has_one_flag_for_every_setting(shown):
     assert {f.name.replace("_", "-") for f in fields(PruneConfig)} < set(flags)
 
 
-@pytest.mark.parametrize("command", [[], ["prune"], ["calibrate"], ["sample"], ["eval"], ["sweep"], ["report"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], ["prune"], ["calibrate"], ["sample"], ["eval"], ["sweep"], ["report"], ["pack"], ["unpack"], ["bench"]],
+)
 def test_help_fits_80_columns_and_begins_with_a_short_usage(command, shown):
     lines = shown(*command).splitlines()
     assert max(map(len, lines)) <= 80

@@ -12,6 +12,11 @@ from fwanda_kernels.testing import WEIGHT_DTYPES, make_scale, make_weight, sampl
 dtypes = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 EPS = torch.finfo(torch.float32).eps
 
+
+def header_of(rows, cols, dtype):
+    return fk.PackedHeader((rows, cols), dtype, "")
+
+
 WRAPPERS = {
     "accumulate_sq_sums_": lambda acc, x, mask: fk.accumulate_sq_sums_(acc, x, token_mask=mask),
     "accumulate_gram_": lambda hessian, x, mask: fk.accumulate_gram_(hessian, x, token_mask=mask),
@@ -26,6 +31,10 @@ WRAPPERS = {
     "pack_mask": lambda mask: fk.pack_mask(mask),
     "masked_weight": lambda w, packed: fk.masked_weight(w, packed),
     "removed_sums": lambda gradient, x, w, packed: fk.removed_sums(gradient, x, w, packed),
+    "unpack_weight": lambda packed, rows, cols, dtype: fk.unpack_weight(packed, header_of(rows, cols, dtype)),
+    "packed_linear": lambda x, packed, bias, rows, cols: fk.packed_linear(
+        x, packed, bias, header=header_of(rows, cols, x.dtype)
+    ),
     "obs_factor": lambda hessian, damping: fk.obs_factor(hessian, damping),
     "obs_prune_": lambda w, hessian, factor, s, keep, mask, pattern, row_weight, block, damping: fk.obs_prune_(
         w,
@@ -165,6 +174,10 @@ WRONG = [  # op, argument index, change, what the message says
     ("select_threshold", 3, lambda total: 193, "total must be in [0, 192], got 193"),
     ("select_threshold", 3, lambda total: -1, "total must be in [0, 192], got -1"),
     ("select_threshold", 4, torch.Tensor.float, "bad must be [1] int32 on cpu, got [1] float32 on cpu"),
+    ("unpack_weight", 0, torch.Tensor.int, "packed must be"),
+    ("packed_linear", 0, lambda x: x[:, 1:], "x must be [..., 16] float32 on cpu like the packed weight, got [24, 15]"),
+    ("packed_linear", 1, torch.Tensor.int, "uint8 on cpu, got"),
+    ("packed_linear", 2, lambda bias: bias[1:], "bias must be [6] float32 on cpu, got [5] float32 on cpu"),
     ("pack_mask", 0, lambda mask: mask[0], "mask must be [R, C] bool on any device, got [16] bool on cpu"),
     ("pack_mask", 0, torch.Tensor.int, "mask must be [6, 16] bool on cpu, got [6, 16] int32 on cpu"),
     *[

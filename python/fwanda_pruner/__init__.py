@@ -2,6 +2,8 @@
 
 import importlib
 
+from .register_packed import register_when_possible
+
 # loaded on first use: the command line answers --help and mistakes without importing torch
 _HOMES = {
     "MatrixRow": "report.record",
@@ -13,10 +15,15 @@ _HOMES = {
     "collect": "run.pipeline",
     "evaluate_model": "run.pipeline",
     "evaluate_tasks": "evaluate.lm_eval_tasks",
+    "keep_zeros": "model.keep_zeros",
+    "load_masks": "formats.masks",
     "load_model": "model.load",
+    "load_packed": "model.load",
     "masks": "run.masks",
+    "pack_": "model.pack",
     "prune": "run.pipeline",
     "save_pruned": "run.save",
+    "unpack_": "model.pack",
 }
 __all__ = sorted(_HOMES)
 
@@ -31,3 +38,6 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return __all__
+
+
+register_when_possible()

@@ -6,7 +6,7 @@ import argparse
 import re
 from dataclasses import fields
 
-from .commands import calibrate, demo, doctor, evaluate, prune, report, sample, sweep
+from .commands import bench, calibrate, demo, doctor, evaluate, pack, prune, report, sample, sweep, unpack
 from .config import CALIBRATION, GROUPS, PruneConfig
 from .errors import UserError, did_you_mean, one_line
 from .setting_checks import flag
@@ -65,7 +65,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     parser = _Parser(prog="fwanda", description="Prune causal language models in one shot, without retraining.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_prune, _add_calibrate, _add_sample, _add_eval, _add_sweep, _add_report, _add_demo, _add_doctor):
+    for add in (
+        _add_prune, _add_calibrate, _add_sample, _add_eval, _add_sweep, _add_report, _add_pack, _add_unpack, _add_bench,
+        _add_demo, _add_doctor,
+    ):  # fmt: skip
         add(commands)
     return parser, commands.choices
 
@@ -83,6 +86,8 @@ def _add_prune(commands) -> None:
         commands, "prune", prune, "prune a model and write it as a Hugging Face folder", "MODEL --output DIR"
     )
     parser.epilog, parser.formatter_class = _PRUNE_EXAMPLES, argparse.RawDescriptionHelpFormatter
+    output = parser.section(_OUTPUT)
+    output.add_argument("--output", metavar="DIR", help="folder to write; it appears complete or not at all")
     _add_settings(parser, *GROUPS)
     _add_model(parser)
     parser.section(_WHAT).add_argument(
@@ -98,8 +103,6 @@ def _add_prune(commands) -> None:
     parser.section(_RUN).add_argument(
         "--config", metavar="FILE", help="read settings from a YAML or JSON file; flags take precedence over it"
     )
-    output = parser.section(_OUTPUT)
-    output.add_argument("--output", metavar="DIR", help="folder to write; it appears complete or not at all")
     output.add_argument(
         "--overwrite",
         action="store_true",
@@ -199,6 +202,37 @@ def _add_report(commands) -> None:
         help="table, csv with one row for each run, or json with the complete records (default: table)",
     )
     parser.add_argument("--html", metavar="FILE.html", help="write a page with pictures, instead of printing a table")
+
+
+def _add_pack(commands) -> None:
+    about = "write a packed copy of a pruned model: one bit a weight, and the kept values"
+    parser = _command(commands, "pack", pack, about, "DIR --output DIR2")
+    _add_folders(parser, "folder of a pruned model")
+    parser.add_argument("--force", action="store_true", help="pack matrices with fewer than 15 %% zeros too")
+
+
+def _add_unpack(commands) -> None:
+    parser = _command(commands, "unpack", unpack, "write a dense copy of a packed model", "DIR --output DIR2")
+    _add_folders(parser, "folder of a packed model")
+
+
+def _add_bench(commands) -> None:
+    about = "compare the speed and the memory of a pruned model, packed and dense"
+    parser = _command(commands, "bench", bench, about, "DIR")
+    parser.add_argument("folder", metavar="DIR", help="folder of a pruned model, packed or dense")
+    parser.add_argument("--batches", metavar="N,N", default="1,4,16", help="sequences at once (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, metavar="N", default=64, help="tokens to decode (default: %(default)s)")
+    parser.add_argument("--prompts", metavar="N,N", default="512,2048", help="tokens of prompts (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    _add_settings(parser, "place")
+
+
+def _add_folders(parser: _Parser, what: str) -> None:
+    parser.add_argument("folder", metavar="DIR", help=what)
+    parser.add_argument(
+        "--output", metavar="DIR2", required=True, help="folder to write; it appears complete or not at all"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="delete what DIR2 holds, and write the result there")
 
 
 def _add_demo(commands) -> None:

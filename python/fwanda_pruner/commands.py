@@ -384,6 +384,37 @@ def demo(args: argparse.Namespace) -> Result:
     return Result("")
 
 
+def pack(args: argparse.Namespace) -> Result:
+    """Writes a packed copy of a folder."""
+    from .run.convert import pack_folder
+
+    return Result(pack_folder(args.folder, args.output, force=args.force, overwrite=args.overwrite), saved=args.output)
+
+
+def unpack(args: argparse.Namespace) -> Result:
+    """Writes a dense copy of a packed folder."""
+    from .run.convert import unpack_folder
+
+    return Result(unpack_folder(args.folder, args.output, overwrite=args.overwrite), saved=args.output)
+
+
+def bench(args: argparse.Namespace) -> Result:
+    """Compares the speed of the dense and the packed form of a pruned model."""
+    from .run.bench import as_dicts, table
+    from .run.bench import bench as measure
+
+    config = _config(args)
+    numbers = {name: _numbers(f"--{name}", getattr(args, name)) for name in ("batches", "prompts")}
+    rows = measure(args.folder, device=config.device, dtype=config.dtype, tokens=args.tokens, **numbers)
+    return Result(json.dumps(as_dicts(rows), indent=1) if args.json else table(rows))
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
+        raise UserError(f"{flag} must be numbers from 1 on, separated by commas, got {show(text)}")
+    return tuple(int(number) for number in text.split(","))
+
+
 def doctor(_args: argparse.Namespace) -> Result:
     """Lists what is installed and what is missing."""
     from .doctor import describe

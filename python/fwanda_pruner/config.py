@@ -22,6 +22,7 @@ GROUPS = {  # of settings, with their headings in --help; the flags of groups wi
     "place": "run",
     "passes": "run",
     "energy": "run",
+    "save": "output",
     "exponents": "fine tuning of methods",
     "fisher": "fine tuning of methods",
 }
@@ -30,6 +31,8 @@ CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics de
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
+SAVE_FORMATS = ("dense", "packed", "masks")
+_LEAST_PACKED = Fraction("0.15")  # below this share of zeros, a packed matrix is larger or slower than a dense one
 _DEEPEST = 8  # nesting of lists and mappings in a file of settings
 
 
@@ -217,6 +220,14 @@ class PruneConfig:
         ENERGY_PROTOCOLS,
     )
 
+    save: str = _setting(
+        "save",
+        "dense",
+        "form of the written model. dense: removed weights are zeros; packed: one bit a weight and the kept values; "
+        "masks: dense, and masks.safetensors with one bit a weight",
+        SAVE_FORMATS,
+    )
+
     def __post_init__(self):
         for name in NUMBER_TEXTS:
             object.__setattr__(self, name, number_text(getattr(self, name)))
@@ -235,6 +246,8 @@ class PruneConfig:
         if self.method == "magnitude" and self.order not in (None, "onepass"):
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
         check_sparsity(self.sparsity, self.pattern)
+        if self.save == "packed" and self.removed < _LEAST_PACKED:
+            raise UserError(f"--save packed needs at least 15 % zeros to gain anything, got {float(self.removed):.0%}")
         self._check_texts()
         if self.weighs_tokens and self.fisher == "mean":
             raise UserError("--fisher mean has no weight for a token; choose empirical or true with --pattern")

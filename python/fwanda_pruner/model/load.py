@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +13,12 @@ from transformers.utils import cached_file
 
 from ..config import DTYPES
 from ..errors import UserError, has_control, show
+from ..register_packed import METHOD
 from .busy import warn_if_busy
 from .checks import auto_class, check_loaded, check_quantization, check_stored_types, loading_errors, weight_files
 from .hub import hub_options
+from .pack import unpack_
+from .packed import packed_weights
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
@@ -42,7 +46,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal language model, or a multimodal model that contains one, and its tokenizer.
 
-    A converted copy of a GGUF file stays in a cache, so that later loads are fast; see docs/models.md.
+    A packed folder gives a dense model; load_packed() keeps it packed. A converted copy of a GGUF file stays in a
+    cache, so that later loads are fast; see docs/models.md.
 
     Args:
         name: Hugging Face folder or id, path of a `*.gguf` file, or "smollm2", the demo model from the package
@@ -72,10 +77,55 @@ def load_model(
             model, tokenizer = _load_gguf(gguf, getattr(torch, dtype or "float32"))
         else:
             model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code)
+            model = _unpacked(model, dtype)
     with loading_errors(f"model {name!r} cannot be moved to {target}"):
         model = model.to(target).eval()
     model.config.name_or_path = name
     return LoadedModel(model, tokenizer)
+
+
+def load_packed(
+    name: str | Path, *, device: str = "auto", dtype: str | None = None, trust_remote_code: bool = False
+) -> LoadedModel:
+    """Load a packed folder as a model that computes with its packed weights.
+
+    Args:
+        name: a folder of `fwanda pack` or of `fwanda prune --save packed`, or its id on the Hugging Face Hub.
+        device, dtype, trust_remote_code: as load_model().
+
+    Raises:
+        UserError: as load_model(), or the folder is dense, of another version, or altered.
+    """
+    target, name = _device(device), _checked_name(name)
+    if Path(name).is_dir() and not is_packed(name):
+        raise UserError(f"{name} is not packed; load it by load_model(), or pack it: fwanda pack {name} --output DIR")
+    with quiet(bars=not Path(name).exists()):
+        model, tokenizer = _load_hf(name, dtype, False, trust_remote_code)
+    if next(packed_weights(model), None) is None:
+        raise UserError(f"{name} is not packed; load it by load_model()")
+    with loading_errors(f"model {name!r} cannot be moved to {target}"):
+        model = model.to(target, getattr(torch, dtype) if dtype else None).eval()
+    model.config.name_or_path = name
+    return LoadedModel(model, tokenizer)
+
+
+def is_packed(folder: str | Path) -> bool:
+    """Whether the config.json of a folder says that it is packed."""
+    with contextlib.suppress(OSError, ValueError):
+        return _is_packed(json.loads(Path(folder, "config.json").read_text(encoding="utf-8")))
+    return False
+
+
+def _is_packed(config: dict) -> bool:
+    packing = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(packing, dict) and packing.get("quant_method") == METHOD
+
+
+def _unpacked(model, dtype: str | None):
+    if next(packed_weights(model), None) is None:
+        return model
+    model = unpack_(model)
+    return model.to(getattr(torch, dtype)) if dtype else model
 
 
 @contextlib.contextmanager
@@ -156,20 +206,22 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     options["trust_remote_code"] = trust_remote_code
     with loading_errors(f"model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(name, **options)
-    check_quantization(config, f"model {name!r}")
+    packed = _is_packed(config.to_dict())
+    if not packed:
+        check_quantization(config, f"model {name!r}")
+        check_stored_types(files, name)
     model_class = auto_class(config, name, trust_remote_code)
-    check_stored_types(files, name)
     with loading_errors(f"model {name!r} cannot be loaded"):
         model, info = model_class.from_pretrained(
             name,
-            dtype=getattr(torch, dtype) if dtype else "auto",
+            dtype=getattr(torch, dtype) if dtype and not packed else "auto",
             use_safetensors=None if allow_pickle else True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             adapter_kwargs=adapter_options,
             **options,
         )
-        if not folder:
+        if not folder and not packed:
             snapshot = Path(cached_file(name, "config.json", local_files_only=True)).parent
             check_stored_types(weight_files(snapshot, name, allow_pickle=allow_pickle), name)
     check_loaded(model, info, name)

@@ -37,14 +37,15 @@ def model_card(report: Report, *, multimodal: bool = False) -> str:
     (run,) = runs_of({"": report})
     task = "image-text-to-text" if multimodal else "text-generation"
     name, auto_class = _public(run.model), _CLASSES[task]
+    packed = report.config.get("save") == "packed"
     parts = [
         f"---\n{_metadata(run, task).to_yaml()}\n---",
         f"# {_escaped(name)}, pruned by {_escaped(method_title(report.config.get('method')) or 'fwanda')}",
         _escaped(run.sentence_of(name, _public)),
         f"## What was done\n\n{_table(('', ''), _facts(run))}",
         *_quality(report),
-        f"## Load it\n\n{_LOAD.format(auto_class=auto_class)}",
-        f"## Limits\n\n{_LIMITS.format(file=FILE_NAME)}",
+        f"## Load it\n\n{(_LOAD_PACKED if packed else _LOAD).format(auto_class=auto_class)}",
+        f"## Limits\n\n{_PACKED if packed else _DENSE} {_LIMITS.format(file=FILE_NAME)}",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -191,7 +192,21 @@ from transformers import AutoTokenizer, {auto_class}
 model = {auto_class}.from_pretrained("path/to/this/folder", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```"""
+_LOAD_PACKED = """\
+Install fwanda-kernels first, with its extra `prune`.
+
+```python
+import fwanda_pruner
+from transformers import AutoTokenizer, {auto_class}
+
+model = {auto_class}.from_pretrained("path/to/this/folder", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```"""
+_DENSE = """\
+Removed weights are stored as zeros. The files are as large as before, and ordinary dense kernels run no faster."""
+_PACKED = """\
+Removed weights are not stored: the files hold one bit a weight and the kept values, in a layout that only
+fwanda-kernels reads. `fwanda unpack` writes the model as an ordinary folder."""
 _LIMITS = """\
-Removed weights are stored as zeros. The files are as large as before, and ordinary dense kernels run no faster.
 Pruning changes the answers of the model: measure it on your task. The licence and the limits of the original model
 still apply. `{file}` holds the full record of the run."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..config import PruneConfig, settings_of
 from ..errors import UserError
-from ..formats import dense
+from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
@@ -17,6 +17,7 @@ from ..stage_names import StageName
 from .stage import timed
 
 _CARD_NAME = "README.md"
+_FORMATS = {"dense": dense, "packed": packed, "masks": masks}
 
 
 def check_savable(model, tokenizer=None, output: str | Path | None = None) -> None:
@@ -61,9 +62,10 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         UserWarning: tensors or files of the folder that the model was loaded from are not in the new one; or some
             matrices were not found in the files, so their zeros were not counted.
     """
-    with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
+    form = _format_of(report)
+    with atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):
-            dense.write(folder, model, tokenizer)
+            form.write(folder, model, tokenizer)
             unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
@@ -72,7 +74,7 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(report.to_json(), encoding="utf-8")
         slices = {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
-        not_found = dense.verify(folder, _expected_zeros(report), model=model, slices=slices)
+        not_found = form.verify(folder, _expected_zeros(report), model=model, slices=slices)
     for note in notes:
         warn(note)
     if not_found:
@@ -97,18 +99,24 @@ def verify_finished(output: str | Path, config: PruneConfig, *, model: str, stat
     """
     remove_leftovers(output)
     report = Report.load(output)
+    written = {"save": "dense"} | report.config  # older records name no format
     for key, value in _settings_to_compare(report, config, model, statistics).items():
-        if report.config.get(key) != value:
+        if written.get(key) != value:
             raise UserError(
-                f"{output} is finished with {key} {report.config.get(key)!r}, this command has {value!r}; choose "
+                f"{output} is finished with {key} {written.get(key)!r}, this command has {value!r}; choose "
                 f"another folder or pass --overwrite"
             )
     try:
-        dense.verify(output, _expected_zeros(report))
+        _format_of(report).verify(output, _expected_zeros(report))
     except WrongZeros as error:
         raise UserError(
             f"{output} has changed since it was written: {error}; pass --overwrite to write it again"
         ) from error
+
+
+def _format_of(report: Report):
+    """The module of the format that the record names; older records name none."""
+    return _FORMATS[report.config.get("save") or "dense"]
 
 
 def _expected_zeros(report: Report) -> dict[str, ZeroCount]:

@@ -70,7 +70,7 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
     if state.folder is None:
         return
     inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
-    state.identify({**inputs, **config.without("energy"), **sources.identity(), **versions(engine.device)})
+    state.identify({**inputs, **config.without("energy", "save"), **sources.identity(), **versions(engine.device)})
     if state.resumed:
         state.notes.append("resumed: seconds and energy are those of the last part")
 

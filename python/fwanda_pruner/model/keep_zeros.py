@@ -1,0 +1,93 @@
+"""Holding the zeros of a pruned model while it is fine-tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fwanda_kernels import masked_weight, pack_mask
+
+from ..errors import UserError
+from .arguments import expect_model
+from .targets import find_targets
+
+
+class KeptZeros:
+    """The masks of a model, applied after each step of every optimizer, until remove() or the end of a `with` block.
+
+    Attributes:
+        packed: name of each matrix -> its mask, [R, ceil(C/8)] uint8 as fwanda_kernels.pack_mask() packs it.
+    """
+
+    def __init__(self, model: nn.Module, packed: dict[str, Tensor]):
+        self.packed = packed
+        self._targets = {target.name: target for target in find_targets(model)[0] if target.name in packed}
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Set the removed weights to +0.0 again, for example after an adapter was merged."""
+        for name, target in self._targets.items():
+            weight = target.weight
+            if self.packed[name].device != weight.device:
+                self.packed[name] = self.packed[name].to(weight.device)
+            weight.copy_(masked_weight(weight, self.packed[name]))
+
+    def _after_step(self, _optimizer: Optimizer, _args, _kwargs) -> None:
+        self.apply_()
+
+    def remove(self) -> None:
+        """Stop holding the zeros."""
+        self._hook.remove()
+
+    def __enter__(self) -> KeptZeros:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.remove()
+
+
+def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> KeptZeros:
+    """Hold the removed weights of a pruned model at zero while it is fine-tuned.
+
+    It works with any optimizer of torch, and so with transformers' Trainer. An optimizer that keeps its own copies of
+    the weights (fp32 masters, sharded weights) would write them back; call apply_() at the end then. Before an adapter
+    of PEFT is added, call this; after merge_and_unload(), call apply_().
+
+    Args:
+        model: a pruned causal language model, on its device.
+        masks: name -> [R, ceil(C/8)] uint8, as formats.masks.load_masks() reads them, to be applied at once. None:
+            the weights that are zero now stay zero.
+
+    Returns:
+        What holds the zeros: a context manager with apply_() and remove().
+
+    Raises:
+        UserError: a mask fits no matrix of the model, or no weight is zero.
+    """
+    expect_model(model)
+    targets = {target.name: target for target in find_targets(model)[0]}
+    if masks is None:
+        packed = {name: pack_mask(target.weight != 0) for name, target in targets.items()}
+        if not any(bool((target.weight == 0).any()) for target in targets.values()):
+            raise UserError("keep_zeros: no weight of the model is zero; prune it first, or give masks")
+    else:
+        packed = {name: _fitting(name, mask, targets) for name, mask in masks.items()}
+    kept = KeptZeros(model, packed)
+    kept.apply_()
+    return kept
+
+
+def _fitting(name: str, mask: Tensor, targets: Mapping) -> Tensor:
+    if name not in targets:
+        raise UserError(f"keep_zeros: the model has no matrix {name}; the masks are of another model")
+    rows, cols = targets[name].shape
+    if tuple(mask.shape) != (rows, (cols + 7) // 8) or mask.dtype != torch.uint8:
+        raise UserError(
+            f"keep_zeros: the mask of {name} must be [{rows}, {(cols + 7) // 8}] uint8, got {list(mask.shape)} "
+            f"{mask.dtype}; the masks are of another model"
+        )
+    return mask

@@ -1,0 +1,117 @@
+"""Packing the pruned matrices of a model in place, and unpacking them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fwanda_kernels import PackedHeader, pack_weight
+
+from ..errors import UserError
+from .arguments import expect_model
+from .cache import size_text
+from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
+from .packed_quantizer import mark_packed, unmark_packed
+from .targets import Target, find_targets
+
+DENSEST = 0.85  # denser matrices gain nothing, and stay as they are
+
+
+def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
+    """Replace the pruned matrices of a model by packed ones, in place, one after the other.
+
+    Args:
+        model: a pruned causal language model. Removed weights are those that are +0.0.
+        force: pack all matrices, even if more than 85 % of their weights are not zero.
+
+    Returns:
+        The model. Its config says that it is packed, so save_pretrained() writes a packed folder.
+
+    Raises:
+        UserError: no matrix is sparse enough, and not `force`; or the model has no matrices that can be pruned.
+    """
+    expect_model(model)
+    targets = find_targets(model)[0]
+    chosen = targets if force else _sparse(targets)
+    if not chosen:
+        weights = sum(target.weight.numel() for target in targets)
+        size = targets[0].weight.element_size()
+        raise UserError(
+            f"the model is dense: no matrix has more than {1 - DENSEST:.0%} zeros. Its {len(targets)} matrices take "
+            f"{size_text(weights * size)}, and would take {size_text(weights * size + weights // 8)} packed; prune it "
+            f"first, or pack it anyway with --force (force=True in Python)"
+        )
+    waiting = {target.parameter: target for target in reversed(chosen)}
+    del targets, chosen  # so that each dense weight is freed once it is packed
+    while waiting:
+        _pack_target(model, waiting.popitem()[1])
+    mark_packed(model)
+    return model
+
+
+def unpack_(model: nn.Module) -> nn.Module:
+    """Replace the packed matrices of a model by dense ones, in place, one after the other; returns the model."""
+    expect_model(model)
+    unpack_layers_(model)
+    unmark_packed(model)
+    return model
+
+
+@contextmanager
+def packed_meanwhile(model: nn.Module) -> Iterator[None]:
+    """Inside the block the sparse matrices of a model are packed; afterwards the dense ones are back, untouched.
+
+    A model that is packed stays as it is.
+
+    Raises:
+        UserError: no matrix is sparse enough.
+    """
+    if next(packed_weights(model), None) is not None:
+        yield
+        return
+    targets = find_targets(model)[0]
+    layers = {target.name: target.module for target in targets if target.slice_of is None}
+    experts = {target.parameter: target.slice_of.experts.module for target in targets if target.slice_of is not None}
+    parameters = {path: getattr(module, path.rpartition(".")[2]) for path, module in experts.items()}
+    try:
+        yield pack_(model)
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
+        for module in set(experts.values()):
+            if isinstance(module, PackedExperts):
+                take_experts(module)
+        for path, module in experts.items():
+            module.register_parameter(path.rpartition(".")[2], parameters[path])
+        unmark_packed(model)
+
+
+def _sparse(targets: list[Target]) -> list[Target]:
+    """The targets that are sparse enough; of fused experts, all of a parameter if they are on average."""
+    kept: dict[str, list[int]] = {}
+    for target in targets:
+        counts = kept.setdefault(target.parameter, [0, 0])
+        counts[0] += int((target.weight != 0).sum())
+        counts[1] += target.weight.numel()
+    return [target for target in targets if kept[target.parameter][0] <= DENSEST * kept[target.parameter][1]]
+
+
+@torch.no_grad()
+def _pack_target(model: nn.Module, target: Target) -> None:
+    """Replace the module of a target, or the parameter of fused experts that it is a slice of."""
+    if target.slice_of is None:
+        layer = target.module
+        packed = pack_weight(target.weight)
+        header = PackedHeader(tuple(target.shape), target.weight.dtype, "")
+        new = PackedLinear(packed, header, layer.bias, conv1d=isinstance(layer, Conv1D))
+        model.set_submodule(target.name, new.train(layer.training))
+        return
+    module, name = target.slice_of.experts.module, target.slice_of.parameter.rpartition(".")[2]
+    parameter = getattr(module, name)
+    packed = [pack_weight(weight) for weight in parameter]
+    header = PackedHeader(tuple(parameter.shape[1:]), parameter.dtype, "")
+    put_experts(module, name, packed, [header] * len(packed))

@@ -1,0 +1,180 @@
+"""Layers that hold packed weights (see docs/packed.md): linear layers, and modules of fused experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fwanda_kernels import PackedHeader, check_packed, pack_weight, packed_linear, unpack_mask, unpack_weight
+
+from ..errors import UserError
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that computes with a packed weight.
+
+    Args:
+        packed: [N] uint8, as fwanda_kernels.pack_weight() returns it.
+        header: of `packed`.
+        bias: [R] in the dtype of the weight, or None.
+        conv1d: it stands for GPT-2's Conv1D, whose dense weight is transposed.
+
+    Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. `.to(dtype)`
+    packs the values again.
+    """
+
+    def __init__(self, packed: Tensor, header: PackedHeader, bias: nn.Parameter | None, *, conv1d: bool = False):
+        super().__init__()
+        self.header, self.conv1d = header, conv1d
+        self.out_features, self.in_features = header.shape
+        self.register_buffer("weight", packed)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., C] -> [..., R]."""
+        return packed_linear(x, self.weight, self.bias, header=self.header)
+
+    def dense_weight(self) -> Tensor:
+        """[R, C] in the dtype of the values."""
+        return unpack_weight(self.weight, self.header)
+
+    def unpacked(self) -> nn.Module:
+        """The dense layer that this one stands for."""
+        rows, cols = self.header.shape
+        weight = self.dense_weight()
+        with torch.device("meta"):
+            layer = Conv1D(rows, cols) if self.conv1d else nn.Linear(cols, rows, bias=self.bias is not None)
+        layer.weight = nn.Parameter(weight.T.contiguous() if self.conv1d else weight, requires_grad=False)
+        layer.bias = self.bias
+        return layer.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.header.dtype}"
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        dtype = _dtype_after(fn, self.header.dtype)
+        if dtype != self.header.dtype and not self.weight.is_meta:
+            self.weight, self.header = _converted(self.weight, self.header, dtype)
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        packed = state_dict.get(f"{prefix}weight")
+        if packed is not None and packed.dtype == torch.uint8 and not packed.is_meta:
+            try:
+                self.header = checked(f"{prefix}weight", packed, self.header)
+            except UserError as error:
+                errors.append(str(error))
+                return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+
+class PackedExperts:
+    """Mixed into the class of a module whose 3-D parameters are packed, one packed weight for each expert.
+
+    Reading such a parameter unpacks it for as long as it is in use.
+    """
+
+    packed_headers: dict[str, list[PackedHeader]]
+
+    def packed_weights(self) -> Iterator[tuple[str, Tensor, PackedHeader]]:
+        """Name of the buffer, packed weight and header of each expert."""
+        for name, headers in self.packed_headers.items():
+            for index, header in enumerate(headers):
+                key = expert_key(name, index)
+                yield key, getattr(self, key), header
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        for name, headers in self.packed_headers.items():
+            dtype = _dtype_after(fn, headers[0].dtype)
+            for index, header in enumerate(headers):
+                packed = getattr(self, expert_key(name, index))
+                if dtype != header.dtype and not packed.is_meta:
+                    packed, headers[index] = _converted(packed, header, dtype)
+                    setattr(self, expert_key(name, index), packed)
+        return super()._apply(fn, recurse)
+
+
+def expert_key(name: str, index: int) -> str:
+    """Name of the buffer that holds one packed expert of a parameter."""
+    return f"{name}_packed_{index}"
+
+
+def put_experts(module: nn.Module, name: str, packed: list[Tensor], headers: list[PackedHeader]) -> None:
+    """Replace the 3-D parameter `name` of a module by packed weights, in place."""
+    delattr(module, name)
+    for index, weight in enumerate(packed):
+        module.register_buffer(expert_key(name, index), weight)
+    if not isinstance(module, PackedExperts):
+        module.packed_headers = {}
+        module.__class__ = type(f"Packed{type(module).__name__}", (PackedExperts, type(module)), {})
+    module.packed_headers[name] = headers
+    setattr(type(module), name, property(lambda self: _stacked(self, name)))
+
+
+def _stacked(module: PackedExperts, name: str) -> Tensor:
+    """The 3-D parameter [E, A, B], unpacked."""
+    headers = module.packed_headers[name]
+    return torch.stack([
+        unpack_weight(getattr(module, expert_key(name, index)), header) for index, header in enumerate(headers)
+    ])  # fmt: skip
+
+
+def take_experts(module: PackedExperts) -> None:
+    """Undo put_experts() for all parameters of a module."""
+    dense = {name: nn.Parameter(_stacked(module, name), requires_grad=False) for name in module.packed_headers}
+    for key, _, _ in list(module.packed_weights()):
+        delattr(module, key)
+    module.__class__ = type(module).__mro__[2]
+    del module.packed_headers
+    for name, parameter in dense.items():
+        module.register_parameter(name, parameter)
+
+
+def unpack_layers_(model: nn.Module) -> None:
+    """Replace the packed layers and experts of a model by dense ones, in place, one after the other."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            model.set_submodule(name, module.unpacked())
+        elif isinstance(module, PackedExperts):
+            take_experts(module)
+
+
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, PackedHeader]]:
+    """Name in the state dict, packed weight and header of each packed matrix of a model."""
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            yield f"{path}.weight", module.weight, module.header
+        elif isinstance(module, PackedExperts):
+            for key, packed, header in module.packed_weights():
+                yield f"{path}.{key}", packed, header
+
+
+def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
+    """The header of a packed weight that has the expected shape and dtype, and the bytes of its hash.
+
+    Raises:
+        UserError: naming the tensor.
+    """
+    try:
+        header = check_packed(packed)
+    except ValueError as error:
+        raise UserError(f"{name}: {str(error).partition(': ')[2]}; write the packed folder again") from error
+    if (header.shape, header.dtype) != (expected.shape, expected.dtype):
+        raise UserError(
+            f"{name} is {list(header.shape)} {header.dtype}, the model needs {list(expected.shape)} {expected.dtype}; "
+            f"the files are of different models"
+        )
+    return header
+
+
+def _dtype_after(fn: Callable, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a conversion of a module, such as .to() or .half(), gives to values of a dtype."""
+    return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+
+
+def _converted(packed: Tensor, header: PackedHeader, dtype: torch.dtype) -> tuple[Tensor, PackedHeader]:
+    again = pack_weight(unpack_weight(packed, header).to(dtype), unpack_mask(packed))
+    return again, PackedHeader(header.shape, dtype, "")

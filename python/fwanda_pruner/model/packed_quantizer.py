@@ -1,0 +1,163 @@
+"""Packed folders for transformers: with these two classes registered, from_pretrained() loads them.
+
+`import fwanda_pruner` registers them, as soon as transformers itself is imported (see register_packed.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fwanda_kernels import PackedHeader
+
+from ..errors import UserError
+from ..notes import warn
+from ..register_packed import METHOD
+from .packed import PackedLinear, checked, packed_weights, put_experts, unpack_layers_
+
+_VERSION = 1  # of quantization_config in config.json
+_EXPERT = re.compile(r"(.+)\.(\w+)_packed_(\d+)")
+
+
+class PackedConfig(QuantizationConfigMixin):
+    """`quantization_config` of a packed model.
+
+    Args:
+        packed_bytes: size of each packed weight, by its name in the state dict.
+        dtype: of their values, such as "bfloat16".
+        version: of these settings.
+    """
+
+    def __init__(self, packed_bytes: dict[str, int], dtype: str, version: int = _VERSION, **_ignored):
+        self.quant_method = METHOD
+        if version != _VERSION:
+            raise UserError(
+                f"the model is packed in version {version}, this fwanda reads version {_VERSION}; pack the model again"
+            )
+        self.packed_bytes, self.dtype, self.version = packed_bytes, str(dtype).removeprefix("torch."), version
+
+    def to_dict(self) -> dict:
+        return {
+            "quant_method": METHOD,
+            "version": self.version,
+            "dtype": self.dtype,
+            "packed_bytes": dict(self.packed_bytes),
+        }
+
+
+class PackedQuantizer(HfQuantizer):
+    """Replaces layers by packed ones before transformers reads the weights, and checks these afterwards."""
+
+    requires_calibration = False
+
+    def update_dtype(self, dtype):
+        stored = getattr(torch, self.quantization_config.dtype)
+        if dtype not in (None, "auto", stored, torch.get_default_dtype()):
+            warn(f"the packed weights are {stored} and load as such, not as {dtype}; use model.to({dtype}) afterwards")
+        return stored
+
+    update_torch_dtype = update_dtype  # its name in transformers 4
+
+    def _process_model_before_weight_loading(self, model, **_kwargs):
+        dtype = getattr(torch, self.quantization_config.dtype)
+        experts: dict[tuple[str, str], dict[int, int]] = {}
+        for key, size in self.quantization_config.packed_bytes.items():
+            if match := _EXPERT.fullmatch(key):
+                experts.setdefault((match[1], match[2]), {})[int(match[3])] = size
+            else:
+                _put_linear(model, key, size, dtype)
+        for (path, name), sizes in experts.items():
+            module = _module(model, path)
+            shape = tuple(getattr(module, name).shape[1:])
+            packed = [_empty(sizes[index]) for index in sorted(sizes)]
+            put_experts(module, name, packed, [PackedHeader(shape, dtype, "")] * len(packed))
+        return model
+
+    def _process_model_after_weight_loading(self, model, **_kwargs):
+        for name, packed, header in packed_weights(model):
+            checked(name, packed, header)
+        return model
+
+    def get_state_dict_and_metadata(self, model, *_args, **_kwargs):
+        """Sizes may have changed by .to(dtype) since the model was loaded."""
+        self.quantization_config = model.config.quantization_config = _config_of(model)
+        return None, {}
+
+    def is_serializable(self, *_args, **_kwargs) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model, dtype=None):
+        unpack_layers_(model)
+        return model
+
+
+def mark_packed(model: nn.Module) -> None:
+    """Say in the config of a model that it is packed."""
+    quantizer = PackedQuantizer(_config_of(model), pre_quantized=True)
+    model.hf_quantizer = quantizer
+    model.config.quantization_config = quantizer.quantization_config
+
+
+def unmark_packed(model: nn.Module) -> None:
+    """Remove what mark_packed() or from_pretrained() have noted."""
+    for owner, name in (
+        (model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"),
+        (model.config, "_is_quantized"), (model.config, "_pre_quantization_dtype"),
+    ):  # fmt: skip
+        if name in vars(owner):
+            delattr(owner, name)
+    if "is_quantized" in vars(model):
+        model.is_quantized = False
+
+
+def register() -> None:
+    """Register both classes with transformers; once is enough."""
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(PackedConfig)
+        register_quantizer(METHOD)(PackedQuantizer)
+
+
+def _config_of(model: nn.Module) -> PackedConfig:
+    sizes, dtypes = {}, set()
+    for name, packed, header in packed_weights(model):
+        sizes[name] = len(packed)
+        dtypes.add(header.dtype)
+    if len(dtypes) != 1:
+        raise UserError(f"the matrices to pack must have one dtype, got {', '.join(map(str, dtypes)) or 'no matrix'}")
+    return PackedConfig(sizes, str(dtypes.pop()))
+
+
+def _put_linear(model: nn.Module, key: str, size: int, dtype: torch.dtype) -> None:
+    path = key.removesuffix(".weight")
+    layer = _module(model, path)
+    if not isinstance(layer, (nn.Linear, Conv1D)):
+        raise UserError(f"{key} is packed, but {path} is a {type(layer).__name__}; the files are of different models")
+    conv1d = isinstance(layer, Conv1D)
+    rows, cols = layer.weight.shape[::-1] if conv1d else layer.weight.shape
+    header = PackedHeader((rows, cols), dtype, "")
+    model.set_submodule(path, PackedLinear(_empty(size), header, layer.bias, conv1d=conv1d))
+
+
+def _module(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise UserError(f"the model has no module {path}, which its packed files name; the files are altered") from None
+
+
+def _empty(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="meta")

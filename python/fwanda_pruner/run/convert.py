@@ -1,0 +1,68 @@
+"""Packing the folder of a pruned model, and unpacking it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import UserError
+from ..formats import dense
+from ..formats.files import atomic_folder, check_output
+from ..formats.source import carry_files
+from ..model.load import is_packed, load_model
+from ..model.pack import pack_
+from ..progress import begin_stage, planned
+from ..report.record import FILE_NAME, Report
+from ..stage_names import StageName
+from .save import save_pruned
+
+
+def pack_folder(source: str | Path, output: str | Path, *, force: bool = False, overwrite: bool = False) -> str:
+    """Write a packed copy of the folder of a pruned model.
+
+    Args:
+        source: a dense folder. Removed weights are those that are +0.0.
+        output: the folder to be made.
+        force: pack matrices that are not sparse too.
+        overwrite: replace a folder that is not empty.
+
+    Returns:
+        One line about the sizes of both folders.
+
+    Raises:
+        UserError: `source` is packed already, cannot be loaded, or is dense and not `force`; or `output` cannot be
+            written.
+    """
+    if is_packed(source):
+        raise UserError(f"{source} is packed already; fwanda unpack {source} --output DIR writes it dense")
+    return _convert(source, output, "packed", force=force, overwrite=overwrite)
+
+
+def unpack_folder(source: str | Path, output: str | Path, *, overwrite: bool = False) -> str:
+    """Write a dense copy of a packed folder; arguments, result and errors as pack_folder()."""
+    if not is_packed(source):
+        raise UserError(f"{source} is not packed; give a folder of fwanda pack or --save packed")
+    return _convert(source, output, "dense", force=False, overwrite=overwrite)
+
+
+def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, overwrite: bool) -> str:
+    check_output(output, overwrite=overwrite, inputs=[str(source)])
+    with planned([StageName.LOAD.title, StageName.SAVE.title]):
+        begin_stage(StageName.LOAD.title)
+        model, tokenizer = load_model(source, device="cpu")
+        report = Report.load(source) if Path(source, FILE_NAME).is_file() else None
+        begin_stage(StageName.SAVE.title)
+        if save == "packed":
+            pack_(model, force=force)
+        if report is not None:
+            report.config = {**report.config, "save": save}
+            save_pruned(model, tokenizer, report, output, overwrite=overwrite)
+        else:
+            with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
+                dense.write(folder, model, tokenizer)
+                carry_files(model, tokenizer, folder)
+    before, after = (_weight_bytes(folder) for folder in (source, output))
+    return f"{output}: weights take {after / 1e6:.1f} MB, {after / before:.1%} of the {before / 1e6:.1f} MB in {source}"
+
+
+def _weight_bytes(folder: str | Path) -> int:
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))

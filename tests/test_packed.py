@@ -1,0 +1,284 @@
+"""Packed models: pack and unpack in memory and on disk, loading by transformers, and what must be refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from test_save import pruned_model
+from transformers import AutoModelForCausalLM
+
+from fwanda_pruner import (
+    Report,
+    UserError,
+    evaluate_model,
+    load_model,
+    load_packed,
+    pack_,
+    prune,
+    save_pruned,
+    unpack_,
+)
+from fwanda_pruner.cli import main
+from fwanda_pruner.formats import packed as packed_format
+from fwanda_pruner.model.packed import PackedExperts, PackedLinear, packed_weights
+from fwanda_pruner.model.targets import find_targets
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def sparse(model, share=0.5):
+    """The model in eval mode, with a share of the weights of every matrix set to zero."""
+    generator = torch.Generator().manual_seed(0)
+    for target in find_targets(model)[0]:
+        target.weight.masked_fill_(torch.rand(target.shape, generator=generator) < share, 0)
+    return model.eval()
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_state(model, expected) -> None:
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in found)
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A packed folder of a tiny model in bf16."""
+    pack_(sparse(tiny.llama(dtype=torch.bfloat16))).save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+FAMILIES = ["mistral", "gpt2", "opt", "phi3", "falcon", "mixtral", "gpt_oss", "llama4", "jetmoe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_packed_saved_loaded_and_unpacked_without_a_changed_bit(family, tmp_path):
+    model = sparse(tiny.build(family))
+    dense, expected = state(model), logits(model)
+    assert pack_(model) is model
+    count = sum(1 for _ in packed_weights(model))
+    assert count == len(find_targets(sparse(tiny.build(family)))[0])
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    assert sum(1 for _ in packed_weights(loaded)) == count
+    assert torch.equal(logits(loaded), logits(model))
+    assert_same_state(unpack_(loaded), dense)
+    assert torch.equal(logits(loaded), expected)
+    assert not hasattr(loaded.config, "quantization_config")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_heads_and_every_dtype(dtype, tied, tmp_path):
+    model = sparse(tiny.llama(tie_word_embeddings=tied, dtype=dtype))
+    dense = state(model)
+    pack_(model).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert_same_state(unpack_(loaded), dense)
+
+
+def test_a_packed_model_generates_moves_converts_and_keeps_its_state(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    assert model.generate(IDS, max_new_tokens=4, do_sample=False).shape == (2, 10)
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits(other), logits(model.to("cpu")))
+    layer = model.model.layers[0].mlp.up_proj
+    before = layer.dense_weight()
+    model.to(torch.float32)
+    assert layer.header.dtype == torch.float32 and torch.equal(layer.dense_weight(), before.float())
+    assert logits(model).dtype == torch.float32
+
+
+def test_dense_matrices_stay_dense_and_a_dense_model_is_refused():
+    model = tiny.llama()
+    with pytest.raises(UserError, match="the model is dense.*would take.*--force") as error:
+        pack_(model)
+    assert "\n" not in str(error.value)
+    model.model.layers[0].mlp.up_proj.weight.data[:, ::2] = 0
+    assert [name for name, *_ in packed_weights(pack_(model))] == ["model.layers.0.mlp.up_proj.weight"]
+    forced = pack_(tiny.llama(), force=True)
+    assert sum(isinstance(module, PackedLinear) for module in forced.modules()) == 14
+    torch.testing.assert_close(logits(forced.eval()), logits(tiny.llama().eval()), rtol=1e-4, atol=1e-5)
+
+
+def test_saving_packed_leaves_the_model_dense_and_the_files_hold_the_zeros_of_the_report(tmp_path):
+    model, report = pruned_model()
+    dense, parameter = state(model), model.model.layers[0].mlp.up_proj.weight
+    report.config["save"] = "packed"
+    save_pruned(model, None, report, tmp_path / "out")
+    assert model.model.layers[0].mlp.up_proj.weight is parameter
+    assert_same_state(model, dense)
+    assert load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
+    assert_same_state(load_model(tmp_path / "out", device="cpu").model, dense)
+    assert Report.load(tmp_path / "out").config["save"] == "packed"
+    report.matrices[0] = replace(report.matrices[0], kept_zero=2)
+    with pytest.raises(RuntimeError, match=r"up_proj holds \d+ zeros"):
+        save_pruned(model, None, report, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.skipif(not tiny.FUSED, reason="no fused experts")
+def test_zeros_of_fused_experts_are_counted_in_packed_files(tmp_path):
+    model = sparse(tiny.build("gpt_oss"))
+    targets = find_targets(model)[0]
+    expected = {target.name: int((target.weight == 0).sum()) for target in targets}
+    slices = {
+        target.name: packed_format.Part(target.parameter, target.slice_of.index)
+        for target in targets
+        if target.slice_of is not None
+    }
+    packed_format.write(tmp_path, model, None)
+    assert not any(isinstance(module, PackedExperts) for module in model.modules())
+    counts = packed_format.count_zeros(tmp_path, list(expected), slices=slices)
+    assert {name: count.zeros for name, count in counts.items()} == expected
+
+
+def test_pruning_writes_packed_and_the_command_line_converts_both_ways(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny.byte_tokenizer()
+    tiny.llama(vocab_size=len(tokenizer)).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+
+    def run(*arguments) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return (code, *capsys.readouterr())
+
+    assert (
+        run("prune", "model", "--method", "magnitude", "--no-check", "--save", "packed", "--output", "packed")[0] == 0
+    )
+    assert run("unpack", "packed", "--output", "dense")[0] == 0
+    code, out, _ = run("pack", "dense", "--output", "again")
+    assert code == 0 and out.startswith("again: weights take")
+    files = [load_file(f"{name}/model.safetensors") for name in ("packed", "again")]
+    assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    assert run("report", "packed")[0] == 0
+    windows = ("--eval", "sample", "--eval-windows", "1", "--eval-seqlen", "16")
+    measured = [json.loads(run("eval", name, *windows)[1]) for name in ("packed", "dense")]
+    assert {**measured[0], "model": ""} == {**measured[1], "model": ""}
+    code, out, _ = run("bench", "packed", "--batches", "1,2", "--tokens", "2", "--prompts", "8", "--json")
+    rows = [(row["form"], row["work"], row["batch"]) for row in json.loads(out)]
+    works = [("decode eager", 1), ("decode eager", 2), ("prefill", 1)]
+    assert rows == [(form, *work) for form in ("dense", "packed") for work in works]
+    for arguments, message in [
+        (("pack", "packed", "--output", "x"), "packed already"),
+        (("unpack", "dense", "--output", "x"), "dense is not packed"),
+        (("pack", "model", "--output", "x"), "the model is dense"),
+        (("pack", "dense", "--output", "dense"), "choose another folder"),
+        (("prune", "model", "--save", "packed", "--sparsity", "0.1", "--output", "x"), "at least 15 % zeros"),
+        (("bench", "packed", "--batches", "0"), "--batches must be numbers from 1 on"),
+    ]:
+        code, _, error = run(*arguments)
+        assert code == 2 and message in error.splitlines()[-1]
+        assert not (tmp_path / "x").exists()
+
+
+def test_a_packed_model_in_memory_is_refused_where_dense_weights_are_needed(folder):
+    model = load_packed(folder, device="cpu").model
+    with pytest.raises(UserError, match="is quantised"):
+        prune(model, method="magnitude", sparsity=0.5)
+    with pytest.raises(UserError, match="is quantised"):
+        evaluate_model(model)
+
+
+# loading by transformers
+
+
+@pytest.mark.parametrize(
+    "first", ["import fwanda_pruner", "import transformers", "from transformers import LlamaModel"]
+)
+def test_from_pretrained_loads_a_packed_folder_in_any_order_of_imports(first, folder):
+    code = f"""if True:
+        {first}
+        import fwanda_pruner, sys
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+        print(type(model.model.layers[0].mlp.up_proj).__name__)"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, folder], capture_output=True, text=True)
+    assert done.stdout.strip() == "PackedLinear", done.stderr
+
+
+def test_importing_the_pruner_imports_neither_torch_nor_transformers():
+    code = "import sys, fwanda_pruner; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.fault("packed file")
+def test_without_the_pruner_loading_fails_and_says_what_to_import(folder):
+    code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    assert done.returncode != 0 and "import fwanda_pruner" in done.stderr
+
+
+# bad input
+
+
+def change(folder, name, edit):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = edit(tensors[name])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def flipped(tensor):
+    tensor[-1] ^= 1
+    return tensor
+
+
+def of_version_2(tensor):
+    tensor[4] = 2
+    return tensor
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.fault("packed file")
+@pytest.mark.parametrize("load", [load_packed, load_model], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda f: change(f, UP, flipped), "SHA-256"),
+        (lambda f: change(f, UP, of_version_2), "got version 2"),
+        (lambda f: change(f, UP, lambda t: t[:-16]), UP),
+        (lambda f: change(f, UP, lambda t: torch.zeros(48, 32)), UP),
+        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:9000]), ""),
+    ],
+    ids=["altered", "version", "truncated tensor", "dense tensor", "truncated file"],
+)
+def test_broken_packed_files_are_one_line_and_nothing_is_loaded(break_it, message, load, folder):
+    break_it(folder)
+    with pytest.raises(UserError) as error:
+        load(folder, device="cpu")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.fault("packed file")
+def test_another_version_of_the_config_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["version"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="version 2, this fwanda reads version 1"):
+        load_packed(folder, device="cpu")
+
+
+@pytest.mark.fault("packed file")
+def test_a_dense_folder_is_not_loaded_as_packed(tmp_path):
+    tiny.llama().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is not packed; load it by load_model"):
+        load_packed(tmp_path, device="cpu")
