@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging
@@ -10,16 +11,20 @@ import signal
 import sys
 import traceback
 import warnings
+from contextlib import nullcontext
 
 from .arguments import build_parser
 from .commands import Result
 from .errors import UserError, install_hint, one_line
+from .launch import Job, ended_if_stuck, is_lost_connection, is_rank, joined
 from .terminal import discard, say, styled
 
 _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither package is imported yet
     "BackendError": "",
     "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu",
 }
+
+_STOPPED = ("interrupted", 130)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,30 +38,61 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; a failure is one line of ours
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
+    job = Job() if is_rank() else None
     try:
-        return _run(argv)
+        with nullcontext() if job is None else ended_if_stuck(lambda: _end(job, *_STOPPED)):
+            return _run(argv, job)
     except BrokenPipeError:
         discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
-        say("; ".join(["fwanda: interrupted", *map(str, interrupt.args)]))
-        return 130
+        message, code = "; ".join(["interrupted", *map(str, interrupt.args)]), _STOPPED[1]
+        if job is not None:
+            _end(job, message, code)
+        say(f"fwanda: {message}")
+        return code
     except Exception as error:
         if os.environ.get("FWANDA_TRACEBACK"):
             raise
         message, code = _explained(error)
-        say(f"{styled('fwanda: error', 'red', sys.stderr)}: {message}")
+        if job is not None:
+            _end(job, message, code, own=not is_lost_connection(error))
+        _say_error(message)
         return code
 
 
-def _run(argv: list[str] | None) -> int:
+def _say_error(message: str) -> None:
+    say(f"{styled('fwanda: error', 'red', sys.stderr)}: {message}")
+
+
+def _end(job: Job, message: str, code: int, *, own: bool = False) -> None:
+    """Ends this rank of a job that failed, with a line about it unless another rank prints one.
+
+    The process ends at once: torch would wait for ranks that are gone.
+    """
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # torchrun now stops this rank, too
+    line = job.explain(message, own=own)
+    with job.speaking():
+        if line is not None:
+            _say_error(line)
+    os._exit(code)
+
+
+def _run(argv: list[str] | None, job: Job | None) -> int:
     try:
         args = build_parser()[0].parse_args(argv)
     except SystemExit as stop:  # of --help and --version, with their text
         return _print(Result(str(stop.code)))
     _check_folder()
     _check_backend()
-    with contextlib.redirect_stdout(sys.stderr) if getattr(args, "json", False) else contextlib.nullcontext():
+    with joined(job, args.run):
+        return _run_command(args)
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr) if getattr(args, "json", False) else nullcontext():
         result = args.run(args)
     return _print(result)
 

@@ -18,6 +18,7 @@ from ..config import CALIBRATION, PruneConfig, settings_of
 from ..engine.all_weights import WeightCounts, check_finite, count_weights
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
+from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..evaluate.perplexity import engine_perplexity
 from ..formats.source import surplus_layers
@@ -26,7 +27,7 @@ from ..methods.job import Inputs
 from ..model.arguments import expect_tokenizer, expect_type
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
-from ..notes import recording, warn
+from ..notes import recording, showing, warn
 from ..progress import planned
 from ..report.record import Report
 from . import outcome, stages
@@ -146,13 +147,14 @@ def run_prune(
     expect_type("statistics", statistics, Statistics, "measure them by collect(), or read a file by Statistics.load()")
     expect_type("state", state, RunState, "make one by RunState(folder)")
     state = state or RunState()
-    stage = Stages(state, model_device(model))
+    ranks = Ranks.current()
+    stage, progress = Stages(state, model_device(model), ranks), progress and ranks.first
     titles = stage_titles(config, statistics, calibration=calibration, eval=eval) if progress else ()
     with planned(titles), _running(model, config, state.notes):
         config = with_sources(config, calibration, eval, statistics, named)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
-        check_savable(model, tokenizer, state.output)
+        ranks.share(lambda: check_savable(model, tokenizer, state.output))
         engine = make_engine(model, targets, config, progress=progress)
         stages.check_given(config, model, statistics)
         stages.identify(state, config, engine, sources, statistics)
@@ -175,7 +177,8 @@ def run_prune(
 def _running(model: nn.Module, config: PruneConfig, notes: list[str]) -> Iterator[None]:
     """The conditions under which a model is measured and pruned; the warnings inside are added to the notes."""
     device = model_device(model)
-    with _alone(model), recording(notes), evaluating(model), device_rules(model, config):
+    shown = showing(Ranks.current().first)
+    with _alone(model), recording(notes), shown, evaluating(model), device_rules(model, config):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         yield
@@ -245,7 +248,8 @@ def collect(
     _check_arguments(model, tokenizer)
     groups = (*CALIBRATION, "passes")
     config = PruneConfig(**_config(config, settings, settings_of(*groups)).select(*groups))
-    stage = Stages(RunState(), model_device(model))
+    ranks = Ranks.current()
+    stage, progress = Stages(RunState(), model_device(model), ranks), progress and ranks.first
     titles = calibration_titles(config, calibration=calibration) if progress else ()
     with planned(titles), _running(model, config, stage.notes):
         config = with_sources(config, calibration, None, None, named=settings)
@@ -273,7 +277,7 @@ def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], pro
         UserError: as prune().
     """
     _check_arguments(model, tokenizer)
-    stage = Stages(RunState(), model_device(model))
+    stage = Stages(RunState(), model_device(model), Ranks.current())
     needs = [(config, stages.reads(config, None)) for config in (config.resolved() for config in configs)]
     config, reads = max(needs, key=lambda need: own_windows(need[0], **need[1]))
     with _running(model, config, stage.notes):
@@ -305,7 +309,7 @@ def evaluate_model(
     """
     _check_arguments(model, tokenizer)
     config = _config(config, settings, (*settings_of("eval", "bos"), "seqlen"))
-    with recording([]), evaluating(model):
+    with recording([]), showing(Ranks.current().first), evaluating(model):
         config = with_sources(config, None, eval, None)
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
