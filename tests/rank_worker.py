@@ -1,15 +1,14 @@
 """What each rank of tests/test_ranks.py does: it joins the others by gloo, and writes down what it found.
 
-    python tests/rank_worker.py FOLDER JOB
+    python tests/rank_worker.py FOLDER
 
-The environment has the variables of torchrun. The result of rank R lies in FOLDER as a JSON file.
+The environment has the variables of torchrun. What rank R found lies in FOLDER/R.json.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import warnings
 from datetime import timedelta
@@ -20,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 import fwanda_pruner
+from fwanda_pruner.allocate import response
 from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.evaluate.perplexity import perplexity
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.targets import find_targets
-from fwanda_pruner.text.domains import Domain  # noqa: F401
 
 TEXT = tiny.tokens(21, 24)  # 21 windows: neither the groups nor the ranks divide them
 FEW = tiny.tokens(2, 24)  # fewer windows than ranks
@@ -77,16 +76,11 @@ def pruned(settings: dict) -> dict:
     return {"weights": weights_of(model), "facts": facts, "shown": len(shown), "ranks": report.ranks}
 
 
-def every_run() -> dict:
-    """prune() with all settings of runs()."""
-    return {name: pruned(settings) for name, settings in runs().items()}
-
-
 def sums() -> dict:
-    """Statistics and perplexity as numbers, to be compared with those of one process without groups."""
+    """Statistics and a perplexity as numbers, to be compared with those of a process without groups."""
     found = {}
     for kind in ("empirical", "true", "mean"):
-        model = tiny.llama().eval()
+        model = tiny.llama()
         engine = make_engine(model, find_targets(model)[0], progress=False)
         statistics = measure_statistics(engine, TEXT, fisher=kind, seed=3)
         found[kind] = {name: tensor.tolist() for name, tensor in statistics.to_parts()[0].items()}
@@ -94,19 +88,27 @@ def sums() -> dict:
     return found
 
 
-JOBS = {"runs": every_run, "sums": sums}
+def refusal(rank: int) -> str | None:
+    """What prune() says where the last rank has another model; None without another rank."""
+    last = rank == dist.get_world_size() - 1
+    try:
+        fwanda_pruner.prune(tiny.llama(seed=int(last and rank > 0)), calibration=TEXT, progress=False)
+    except fwanda_pruner.UserError as error:
+        return str(error)
+    return None
 
 
-def main(folder: Path, job: str) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    response.round_count = lambda _config: 2
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = dist.get_rank()
-    result = JOBS[job]()
-    (folder / f"{rank}.json").write_text(json.dumps(result))
+    found = {"runs": {name: pruned(settings) for name, settings in runs().items()}}
+    found |= {"sums": sums(), "refusal": refusal(rank)}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    assert os.environ["RANK"]
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))
