@@ -3,11 +3,11 @@
 import json
 import math
 
-import helpers_ranks
 import pytest
 import rank_worker
 import tiny
 import torch
+from helpers_ranks import Launcher
 
 from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.engine.ranks import GROUPS, Merging, Node, Ranks
@@ -22,10 +22,13 @@ SIZES = (1, 2, 3)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict]]:
     """Number of ranks -> what each rank found."""
-    folder, results = tmp_path_factory.mktemp("ranks"), {}
-    for size in SIZES:
-        helpers_ranks.finish(helpers_ranks.start_workers(size, folder / str(size)))
-        results[size] = [json.loads((folder / str(size) / f"{rank}.json").read_text()) for rank in range(size)]
+    base, results = tmp_path_factory.mktemp("ranks"), {}
+    with Launcher() as launcher:
+        for size in SIZES:
+            folder = base / str(size)
+            done = launcher.run(size, folder)
+            assert done.codes == [0] * size, done.stderr
+            results[size] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
     return results
 
 

@@ -1,12 +1,12 @@
-"""Commands under torchrun: one rank prints and writes, and a rank that fails ends the job with one line."""
+"""Commands on several ranks: one rank prints and writes, and a rank that fails ends the job with one line."""
 
 import json
 import time
 from pathlib import Path
 
 import pytest
-from helpers_cli import arguments, make_folder
-from helpers_ranks import TESTS, torchrun
+from helpers_cli import arguments, fwanda, make_folder
+from helpers_ranks import Launcher, torchrun
 
 METHOD = "fsparsegpt"
 
@@ -17,10 +17,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder) -> bytes:
+def launcher():
+    with Launcher() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole(folder, launcher) -> bytes:
     """The weights that one rank writes."""
-    done = torchrun(1, "-m", "fwanda_pruner", *arguments(folder, folder / "whole", method=METHOD))
-    assert done.returncode == 0, done.stderr
+    done = launcher.run(1, folder / "streams", arguments(folder, folder / "whole", method=METHOD))
+    assert done.codes == [0], done.stderr
     return (folder / "whole" / "model.safetensors").read_bytes()
 
 
@@ -29,32 +35,47 @@ def own_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(("fwanda:", "warning:"))]
 
 
-def commands(folder: Path, out: Path) -> list[list[str]]:
-    """One of each command that ranks share, with results in a new folder."""
-    out.mkdir()
-    text = ["--calibration", str(folder / "calibration.txt"), "--nsamples", "8", "--seqlen", "24", "--device", "cpu"]
-    model = str(folder / "model")
-    recipe = out / "recipe.yaml"
-    recipe.write_text("methods: [wanda, fwanda]\nsparsities: [0.5]\n")
-    return [
-        ["calibrate", model, *text, "--output", str(out / "statistics.safetensors")],
-        ["sample", model, "--nsamples", "3", "--seqlen", "16", "--device", "cpu", "--output", str(out / "own.jsonl")],
-        ["prune", model, *text, "--allocation", "row", "--output", str(out / "pruned"), "--json"],
-        ["eval", str(out / "pruned"), "--eval", str(folder / "eval.txt"), "--eval-seqlen", "24", "--device", "cpu"],
-    ]
+def left(folder: Path) -> list[str]:
+    """Names in a folder, without those of streams."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("streams"))
 
 
-def test_commands_write_the_same_files_on_two_ranks_as_on_one_and_print_once(folder, tmp_path):
-    printed = []
-    for ranks in (1, 2):
-        done = torchrun(ranks, TESTS / "rank_commands.py", json.dumps(commands(folder, tmp_path / str(ranks))))
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("statistics of 14 matrices saved") == 1
-        assert done.stdout.count('"ranks": ') == 1 and f'"ranks": {ranks}' in done.stdout
-        printed.append(done.stdout[done.stdout.rindex('"perplexity"') :].replace(f"/{ranks}/", "/"))
-    assert printed[0] == printed[1]
-    for name in ("statistics.safetensors", "own.jsonl", "pruned/model.safetensors"):
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+def test_prune_under_torchrun_writes_the_files_of_one_rank_and_prints_its_record_once(folder, tmp_path, whole):
+    out = tmp_path / "out"
+    done = torchrun(2, *arguments(folder, out, "--json", method=METHOD))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["ranks"], record["engine"]) == (2, "resident")
+    assert record == json.loads((out / "fwanda.json").read_text())
+    assert (out / "model.safetensors").read_bytes() == whole
+    assert sum("stage 1 of" in line for line in done.stderr.splitlines()) == 1
+    assert sorted(line.removeprefix("warning: ") for line in own_lines(done.stderr)) == sorted(record["warnings"])
+    assert left(tmp_path) == ["out"]
+
+
+def commands(folder: Path) -> dict[str, tuple[list, str]]:
+    """Name -> a command that writes to OUT, and what it prints once."""
+    model = folder / "model"
+    size = ["--nsamples", 16, "--seqlen", 24, "--device", "cpu"]
+    text = ["--calibration", folder / "calibration.txt", *size]
+    evaluation = ["--eval", folder / "eval.txt", "--eval-seqlen", 24]
+    (folder / "recipe.yaml").write_text("cells: [{method: [magnitude, wanda]}]\n")
+    return {
+        "calibrate": (["calibrate", model, *text, "--output", "OUT.safetensors"], "statistics of 14 matrices saved"),
+        "sample": (["sample", model, *size, "--output", "OUT.jsonl"], "16 windows of 24 tokens"),
+        "eval": (["eval", model, *evaluation, "--device", "cpu"], '"perplexity": ['),
+        "sweep": (["sweep", model, folder / "recipe.yaml", *text, *evaluation, "--output", "OUT"], "| magnitude"),
+    }
+
+
+@pytest.mark.parametrize("name", ["calibrate", "sample", "eval", "sweep"])
+def test_other_commands_print_their_result_once(folder, tmp_path, launcher, name):
+    command, printed = commands(folder)[name]
+    command = [str(part).replace("OUT", str(tmp_path / "out")) for part in command]
+    done = launcher.run(2, tmp_path / "streams", command)
+    assert done.codes == [0, 0], done.stderr
+    assert done.stdout.count(printed) == 1
+    assert len(left(tmp_path)) == (name != "eval")
 
 
 @pytest.mark.parametrize(
@@ -62,42 +83,46 @@ def test_commands_write_the_same_files_on_two_ranks_as_on_one_and_print_once(fol
     [
         (2, (1, "calibrate", "kill"), "rank 1 of 2 was killed, so all ranks stop; continue with --resume"),
         (3, (0, "prune", "kill"), "rank 0 of 3 was killed, so all ranks stop; continue with --resume"),
+        (3, (1, "eval_pruned", "kill"), "rank 1 of 3 was killed, so all ranks stop; continue with --resume"),
         (3, (2, "prune", "memory"), "rank 2 of 3: CUDA out of memory; use a smaller --micro-batch"),
         (2, (1, "check", "disk"), "rank 1 of 2: [Errno 28] No space left on device"),
+        (2, (0, "check", "disk"), "rank 0 of 2: [Errno 28] No space left on device"),
     ],
 )
 @pytest.mark.fault("rank fails")
-def test_a_rank_that_fails_ends_all_with_one_line_and_resumes_on_other_ranks(
-    folder, tmp_path, whole, ranks, fault, line
+def test_a_rank_that_fails_ends_all_with_one_line_and_the_run_resumes_on_other_ranks(
+    folder, tmp_path, launcher, whole, ranks, fault, line
 ):
     out = tmp_path / "out"
-    command = arguments(folder, out, method=METHOD)
-    begin = time.monotonic()
-    done = torchrun(ranks, TESTS / "rank_fault.py", *fault, *command)
-    assert done.returncode != 0 and time.monotonic() - begin < 60
-    errors = [text for text in own_lines(done.stderr) if text.startswith("fwanda")]
-    assert len(errors) == 1 and errors[0].startswith(f"fwanda: error: {line}")
-    assert [path.name for path in tmp_path.iterdir()] == [".out.resume"]
-    done = torchrun(5 - ranks, "-m", "fwanda_pruner", *command, "--resume")
-    assert done.returncode == 0, done.stderr
+    command, begin = arguments(folder, out, "--eval", str(folder / "eval.txt"), method=METHOD), time.monotonic()
+    done = launcher.run(ranks, tmp_path / "streams", command, fault)
+    assert all(done.codes) and time.monotonic() - begin < 30
+    (error,) = [text for text in own_lines(done.stderr) if text.startswith("fwanda")]
+    assert error.startswith(f"fwanda: error: {line}") and "Traceback" not in done.stderr
+    assert left(tmp_path) == [".out.resume"]
+    done = launcher.run(5 - ranks, tmp_path / "streams again", [*command, "--resume"])
+    assert not any(done.codes), done.stderr
     assert (out / "model.safetensors").read_bytes() == whole
     assert json.loads((out / "fwanda.json").read_text())["ranks"] == 5 - ranks
-    assert not (tmp_path / ".out.resume").exists()
+    assert left(tmp_path) == ["out"]
 
 
 @pytest.mark.fault("ranks resume")
-def test_a_run_of_ranks_is_not_resumed_in_one_process_without_groups(folder, tmp_path):
-    from helpers_cli import fwanda
-
+def test_one_process_does_not_resume_what_ranks_began(folder, tmp_path, launcher):
     command = arguments(folder, tmp_path / "out", method=METHOD)
-    torchrun(2, TESTS / "rank_fault.py", 1, "prune", "kill", *command)
+    launcher.run(2, tmp_path / "streams", command, (1, "prune", "kill"))
     done = fwanda([*command, "--resume"])
-    assert done.returncode == 2 and len(done.stderr.splitlines()) >= 1
-    assert 'had windows "16 groups", this one has "one group"' in done.stderr
+    assert done.returncode == 2
+    assert 'had windows "16 groups", this one has "one group"' in own_lines(done.stderr)[-1]
 
 
-def test_a_command_that_ranks_cannot_share_is_refused_in_one_line():
-    done = torchrun(2, "-m", "fwanda_pruner", "doctor")
-    assert done.returncode != 0 and done.stdout == ""
-    (line,) = own_lines(done.stderr)
-    assert line.endswith("fwanda doctor runs in one process; start it without torchrun")
+@pytest.mark.parametrize("command", [["doctor"], ["prune", "--methd", "wanda"]])
+def test_a_mistake_that_all_ranks_make_is_one_line(tmp_path, launcher, command):
+    done = launcher.run(2, tmp_path / "streams", command)
+    assert all(done.codes) and done.stdout == ""
+    assert len(own_lines(done.stderr)) == 1
+
+
+def test_a_command_that_ranks_cannot_share_is_refused(tmp_path, launcher):
+    done = launcher.run(2, tmp_path / "streams", ["doctor"])
+    assert own_lines(done.stderr)[0].endswith("fwanda doctor runs in one process; start it without torchrun")

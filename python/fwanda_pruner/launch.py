@@ -105,8 +105,10 @@ class Job:
             message: about the error of this rank.
             own: whether it began here; else the rank was told to stop, or lost the connection to another.
         """
-        if self._store is None:  # before the ranks met, all of them fail alike
-            time.sleep(_CLAIM_SECONDS if self.rank else 0)
+        if self._store is None:  # before the ranks met, all of them fail alike, and the first ends the others
+            if self.rank:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(_CLAIM_SECONDS)
             return self._named(message)
         if own:
             return self._named(message) if self._claims() else None
