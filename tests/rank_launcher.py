@@ -26,6 +26,7 @@ import tqdm
 
 import fwanda_pruner
 from fwanda_pruner import cli
+from fwanda_pruner.run import save
 from fwanda_pruner.run.stage import Stages
 
 PATIENCE = 30  # seconds after which a rank that was told to stop is killed, as by torchrun
@@ -86,15 +87,20 @@ def start(job: dict, rank: int, port: int) -> int:
 
 
 def plant(rank: int, stage: str, kind: str) -> None:
-    """Makes a rank fail where a stage begins."""
-    begin = Stages.__call__
+    """Makes a rank fail where a stage begins, or where it would save the model."""
+    begin, save_pruned = Stages.__call__, save.save_pruned
 
-    def faulty(self, name, *args):
-        if name.value == stage and rank == int(os.environ["RANK"]):
+    def faulty_stage(self, name, *args):
+        if (name.value, rank) == (stage, int(os.environ["RANK"])):
             fail(kind)
         return begin(self, name, *args)
 
-    Stages.__call__ = faulty
+    def faulty_save(*args, **options):
+        if ("save", rank) == (stage, int(os.environ["RANK"])):
+            fail(kind)
+        return save_pruned(*args, **options)
+
+    Stages.__call__, save.save_pruned = faulty_stage, faulty_save
 
 
 def fail(kind: str) -> None:

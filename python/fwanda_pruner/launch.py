@@ -70,6 +70,7 @@ class Job:
         self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
         self._error_stream: TextIO = sys.stderr
         self._store = None
+        self._processes: list[tuple[int, str]] = []  # number of the process and name of the machine, by rank
         if self.rank > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
 
@@ -82,21 +83,24 @@ class Job:
         import torch
         import torch.distributed as dist
 
+        from .engine.ranks import Ranks
+
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             dist.init_process_group(backend, timeout=_PATIENCE)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"the ranks cannot reach each other: {error}") from error
+        self._processes = Ranks.current().gather((os.getpid(), socket.gethostname()))
         self._store = dist.PrefixStore("fwanda", dist.distributed_c10d._get_default_store())
-        self._store.set(f"process/{self.rank}", f"{os.getpid()} {socket.gethostname()}")
-        dist.barrier()
 
     def leave(self) -> None:
-        """Leaves the process group at the end of a command."""
+        """Waits for the other ranks at the end of a command, and leaves the process group."""
         import torch.distributed as dist
 
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        from .engine.ranks import Ranks
+
+        Ranks.current().gather(None)
+        dist.destroy_process_group()
 
     def explain(self, message: str, *, own: bool) -> str | None:
         """The line about a failure that this rank shall print; None if another rank prints it.
@@ -117,8 +121,7 @@ class Job:
             if self._claimed():
                 return None
             if (dead := self._dead_rank()) is not None:
-                line = f"rank {dead} of {self.size} was killed, so all ranks stop; continue with --resume, where the "
-                return line + "command has it" if self._claims() else None
+                return _killed(dead, self.size) if self._claims() else None
             time.sleep(0.1)
         return self._named(message) if self._claims() else None
 
@@ -149,11 +152,9 @@ class Job:
 
     def _dead_rank(self) -> int | None:
         """A rank of this machine whose process is gone; None if there is none."""
-        for rank in range(self.size):
-            with contextlib.suppress(RuntimeError):
-                process, host = self._store.get(f"process/{rank}").decode().split(" ", 1)
-                if host == socket.gethostname() and not _runs(int(process)):
-                    return rank
+        for rank, (process, machine) in enumerate(self._processes):
+            if machine == socket.gethostname() and not _runs(process):
+                return rank
         return None
 
 
@@ -212,6 +213,13 @@ def ended_if_stuck(end: Callable[[], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         writing.close()
+
+
+def _killed(rank: int, size: int) -> str:
+    return (
+        f"rank {rank} of {size} was killed, perhaps because memory ran out, so all ranks stop; fwanda prune goes on "
+        f"with --resume"
+    )
 
 
 def _runs(process: int) -> bool:
