@@ -211,8 +211,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "rank fails": (
         "One of several ranks is killed, or its memory or disk is full (the tests raise the last two)",
-        "one line that names the rank, all ranks end within 30 s, no half output; `--resume`, also on another number of "
-        "ranks, gives the same bits",
+        "one line that names the rank, all ranks end within 30 s, no half output; `--resume`, on another "
+        "number of ranks too, gives the same bits",
     ),
     "ranks differ": (
         "The ranks of a run have other weights or settings",
