@@ -18,6 +18,7 @@ import torch.distributed as dist
 import fwanda_pruner
 from fwanda_pruner.allocate import response
 from fwanda_pruner.engine.engine import make_engine
+from fwanda_pruner.engine.model_windows import ModelWindows
 from fwanda_pruner.evaluate.perplexity import perplexity
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.targets import find_targets
@@ -85,14 +86,37 @@ def sums() -> dict:
     return found
 
 
-def refusal(rank: int) -> str | None:
-    """What prune() says where the last rank has another model; None without another rank."""
-    last = rank == dist.get_world_size() - 1
+def little_memory(rank: int) -> dict:
+    """A run in which the last rank once runs out of memory."""
+    run, failures = ModelWindows.run, [torch.OutOfMemoryError()] * (rank > 0 and rank == dist.get_world_size() - 1)
+
+    def scarce(self, start, size):
+        if size > 2 and failures:
+            raise failures.pop()
+        run(self, start, size)
+
+    ModelWindows.run = scarce
     try:
-        fwanda_pruner.prune(tiny.llama(seed=int(last and rank > 0)), calibration=TEXT, progress=False)
-    except fwanda_pruner.UserError as error:
-        return str(error)
-    return None
+        return pruned({"method": "fwanda", "micro_batch": "4"})
+    finally:
+        ModelWindows.run = run
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What each call says where the last rank has another model; nothing without another rank."""
+    last = rank > 0 and rank == dist.get_world_size() - 1
+    calls = {
+        "prune": lambda model: fwanda_pruner.prune(model, calibration=TEXT, progress=False),
+        "collect": lambda model: fwanda_pruner.collect(model, calibration=TEXT, progress=False),
+        "evaluate_model": lambda model: fwanda_pruner.evaluate_model(model, eval=EVAL, progress=False),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call(tiny.llama(seed=int(last)))
+        except fwanda_pruner.UserError as error:
+            found[name] = str(error)
+    return found
 
 
 def main(folder: Path) -> int:
@@ -101,7 +125,7 @@ def main(folder: Path) -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = dist.get_rank()
     found = {"runs": {name: pruned(settings) for name, settings in runs().items()}}
-    found |= {"sums": sums(), "refusal": refusal(rank)}
+    found |= {"sums": sums(), "little memory": little_memory(rank), "refusals": refusals(rank)}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

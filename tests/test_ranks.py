@@ -109,7 +109,18 @@ def test_perplexity_is_that_of_one_process(found):
 
 @pytest.mark.fault("ranks differ")
 def test_ranks_with_other_weights_are_refused_by_name(found):
-    assert found[1][0]["refusal"] is None
+    assert found[1][0]["refusals"] == {}
     for size in SIZES[1:]:
         expected = f"rank {size - 1} has other weights than rank 0: give all ranks the same"
-        assert {rank["refusal"] for rank in found[size]} == {expected}
+        calls = dict.fromkeys(("prune", "collect", "evaluate_model"), expected)
+        assert all(rank["refusals"] == calls for rank in found[size])
+
+
+@pytest.mark.fault("memory while calibrating")
+def test_a_rank_with_less_memory_goes_on_with_smaller_passes_and_the_first_says_so(found):
+    for size in SIZES[1:]:
+        first, *others = (rank["little memory"] for rank in found[size])
+        assert all(rank["weights"] == first["weights"] for rank in others)
+        assert "cpu ran out of memory: starting again with 2 windows at a time" in first["facts"]["warnings"]
+        assert first["facts"]["passes"]["micro_batch"] == 2
+    assert found[1][0]["little memory"]["facts"]["passes"]["micro_batch"] == 4

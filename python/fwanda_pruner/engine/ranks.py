@@ -172,16 +172,18 @@ class Ranks:
             for note in [note for notes in self.gather(noted()) for note in notes]:
                 warn(note)
 
-    def check_same(self, facts: Mapping[str, object]) -> None:
+    def check_same(self, facts: Callable[[], Mapping[str, object]]) -> None:
         """Refuses a run whose processes differ.
 
         Args:
-            facts: name -> what must be the same on all processes.
+            facts: gives name -> what must be the same on all processes; not called where there is one.
 
         Raises:
             UserError: naming the process and what differs.
         """
-        first, *others = self.gather(dict(facts))
+        if self.size == 1:
+            return
+        first, *others = self.gather(dict(facts()))
         for rank, theirs in enumerate(others, 1):
             for name, value in first.items():
                 if theirs[name] != value:

@@ -5,7 +5,7 @@ text -> windows -> engine -> sums -> budgets or masks -> block loop -> record
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..allocate.budgets import ScoreScales, count_floored_rows
 from ..allocate.search import Choice
 from ..config import CALIBRATION, PruneConfig, settings_of
-from ..engine.all_weights import WeightCounts, check_finite, count_weights
+from ..engine.all_weights import WeightCounts, check_finite, count_weights, fingerprint
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
 from ..engine.ranks import Ranks
@@ -30,6 +30,7 @@ from ..model.targets import Skipped, Target, check_model, find_targets, select_t
 from ..notes import recording, showing, warn
 from ..progress import planned
 from ..report.record import Report
+from ..text.windows import tokens_sha256
 from . import outcome, stages
 from .energy import EnergyMeter
 from .outcome import Pruned
@@ -259,6 +260,7 @@ def collect(
         reads = {"calibration": True, "domains": False}
         own, _ = stages.own_text(stage, engine, config, tokenizer, own, **reads)
         texts = read_texts(config, engine, tokenizer, sources, own, **reads)
+        _check_ranks(engine, config, [texts.calibration])
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
 
 
@@ -315,6 +317,7 @@ def evaluate_model(
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, None, eval, None)
         texts = read_texts(config, engine, tokenizer, sources, calibration=False)
+        _check_ranks(engine, config, texts.evaluation.values())
         found = [
             {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
             | protocol(windows, texts.bos, tokenizer)
@@ -342,6 +345,17 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     check_model(model, targets, config)
     check_finite(make_engine(model, targets, config))
     return targets, skipped
+
+
+def _check_ranks(engine: Engine, config: PruneConfig, texts: Iterable[Tensor]) -> None:
+    """Refuses ranks with other weights, settings or texts than the first."""
+    engine.ranks.check_same(
+        lambda: {
+            "weights": fingerprint(engine),
+            "settings": config.to_dict(),
+            "texts": [tokens_sha256(text) for text in texts],
+        }
+    )
 
 
 def _floored_rows(

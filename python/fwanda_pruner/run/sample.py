@@ -77,7 +77,7 @@ def write_sample(
         check_finite(engine)
         text = {"nsamples": config.nsamples, "seqlen": config.seqlen, "seed": config.seed}
         facts = {**text, "start_token": start, "weights": fingerprint(engine), **versions(device)}
-        ranks.check_same(facts)
+        ranks.check_same(lambda: facts)
         ranks.share(lambda: state.identify({**facts, "windows": ranks.division}))
         tokens, energy = stages.sampled(stage, engine, config, start, config.nsamples)
     if ranks.first:

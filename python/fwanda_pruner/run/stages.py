@@ -72,7 +72,7 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
         return
     inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
     facts = {**inputs, **config.without("energy"), **versions(engine.device)}
-    ranks.check_same(facts)
+    ranks.check_same(lambda: facts)
     facts |= sources.identity()
     ranks.share(lambda: state.identify({**facts, "windows": ranks.division}) if state.folder else None)
     if state.resumed:
