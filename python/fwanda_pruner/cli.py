@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from contextlib import nullcontext
+from typing import NoReturn
 
 from .arguments import build_parser
 from .commands import Result
@@ -24,7 +25,7 @@ _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither packag
     "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu",
 }
 
-_STOPPED = ("interrupted", 130)
+_INTERRUPTED = 130  # exit code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,41 +39,47 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; a failure is one line of ours
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
-    job = Job() if is_rank() else None
     try:
-        with nullcontext() if job is None else ended_if_stuck(lambda: _end(job, *_STOPPED)):
-            return _run(argv, job)
+        return _run_rank(argv) if is_rank() else _run(argv)
     except BrokenPipeError:
         discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
-        message, code = "; ".join(["interrupted", *map(str, interrupt.args)]), _STOPPED[1]
-        if job is not None:
-            _end(job, message, code)
-        say(f"fwanda: {message}")
-        return code
+        say(f"fwanda: {_interrupted(interrupt)}")
+        return _INTERRUPTED
     except Exception as error:
         if os.environ.get("FWANDA_TRACEBACK"):
             raise
         message, code = _explained(error)
-        if job is not None:
-            _end(job, message, code, own=not is_lost_connection(error))
         _say_error(message)
         return code
 
 
-def _say_error(message: str) -> None:
-    say(f"{styled('fwanda: error', 'red', sys.stderr)}: {message}")
+def _run_rank(argv: list[str] | None) -> int:
+    """Runs one rank of a command. A rank that fails does not return: torch would wait for ranks that are gone."""
+    job = Job()
+    try:
+        with ended_if_stuck(lambda: _end(job, "interrupted", _INTERRUPTED)):
+            return _run(argv, job)
+    except KeyboardInterrupt as interrupt:
+        _ignore_signals()
+        _end(job, _interrupted(interrupt), _INTERRUPTED)
+    except Exception as error:
+        _ignore_signals()
+        if os.environ.get("FWANDA_TRACEBACK"):
+            raise
+        _end(job, *_explained(error), own=not is_lost_connection(error))
 
 
-def _end(job: Job, message: str, code: int, *, own: bool = False) -> None:
-    """Ends this rank of a job that failed, with a line about it unless another rank prints one.
-
-    The process ends at once: torch would wait for ranks that are gone.
-    """
+def _ignore_signals() -> None:
+    """Lets a rank that ends do so by itself: torchrun stops it when another rank has ended."""
     with contextlib.suppress(ValueError):  # not the main thread
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # torchrun now stops this rank, too
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _end(job: Job, message: str, code: int, *, own: bool = False) -> NoReturn:
+    """Ends this rank of a job that failed, with a line about it unless another rank prints one."""
     line = job.explain(message, own=own)
     with job.speaking():
         if line is not None:
@@ -80,7 +87,15 @@ def _end(job: Job, message: str, code: int, *, own: bool = False) -> None:
     os._exit(code)
 
 
-def _run(argv: list[str] | None, job: Job | None) -> int:
+def _interrupted(interrupt: KeyboardInterrupt) -> str:
+    return "; ".join(["interrupted", *map(str, interrupt.args)])
+
+
+def _say_error(message: str) -> None:
+    say(f"{styled('fwanda: error', 'red', sys.stderr)}: {message}")
+
+
+def _run(argv: list[str] | None, job: Job | None = None) -> int:
     try:
         args = build_parser()[0].parse_args(argv)
     except SystemExit as stop:  # of --help and --version, with their text

@@ -110,6 +110,8 @@ class Job:
             own: whether it began here; else the rank was told to stop, or lost the connection to another.
         """
         if self._store is None:  # before the ranks met, all of them fail alike, and the first ends the others
+            if not own:
+                message = f"{message} while it waited for all ranks to start"
             if self.rank:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 time.sleep(_CLAIM_SECONDS)

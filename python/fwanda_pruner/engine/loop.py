@@ -253,7 +253,9 @@ class _Loop:
             while done < group.stop:
                 size = min(record.micro_batch, group.stop - done)
                 whole = size == record.micro_batch
-                if not compiling and (record.compiled or self._should_compile(done, size)):
+                passes = (self._last - done) / size  # that are left in all groups
+                begin = record.compiled or _should_compile(windows, self._compile, self._seconds[False], passes)
+                if begin and not compiling:
                     compiling = record.compiled = True
                     counts = _whole_counts(self._sums, (done - group.start) * windows.length)
                 on = compiling and whole
@@ -268,12 +270,6 @@ class _Loop:
             raise CompileError("compiled blocks do not show all inputs of their modules")
         if len(self._seconds[True]) > 1:
             record.compile_seconds = max(0.0, self._seconds[True][0] - self._seconds[True][1])
-
-    def _should_compile(self, done: int, size: int) -> bool:
-        seconds = self._seconds[False]
-        if self._compile != "auto" or self._windows.device.type != "cuda" or len(seconds) < 2:
-            return self._compile == "on"
-        return seconds[1] * _COMPILE_GAIN * (self._last - done) / size > _COMPILE_SECONDS
 
     def _save(self, done: int) -> None:
         tensors = {f"sums.{name}": tensor for name, tensor in self._sums.tensors().items()}
@@ -315,6 +311,12 @@ def _largest_micro_batch(windows: Windows, base: int) -> int:
         return 1
     window = torch.cuda.max_memory_allocated(windows.device) - base
     return max(1, min(windows.busy_windows, int(_SPARE * free_memory(windows.device) / max(window, 1))))
+
+
+def _should_compile(windows: Windows, compile: str, seconds: list[float], passes: float) -> bool:
+    if compile != "auto" or windows.device.type != "cuda" or len(seconds) < 2:
+        return compile == "on"
+    return seconds[1] * _COMPILE_GAIN * passes > _COMPILE_SECONDS
 
 
 def _checkpointed(windows: Windows, on: bool) -> AbstractContextManager[None]:
