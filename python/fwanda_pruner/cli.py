@@ -68,7 +68,9 @@ def _run_rank(argv: list[str] | None) -> int:
         _ignore_signals()
         if os.environ.get("FWANDA_TRACEBACK"):
             raise
-        _end(job, *_explained(error), own=not is_lost_connection(error))
+        if is_lost_connection(error):
+            _end(job, "the connection to another rank is lost", 1)
+        _end(job, *_explained(error), own=True)
 
 
 def _ignore_signals() -> None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
-from .errors import UserError
+from .errors import UserError, one_line
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(days=7)  # for ranks that wait while the first writes or runs tasks; a dead one shows at once
@@ -70,7 +70,7 @@ class Job:
         self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
         self._error_stream: TextIO = sys.stderr
         self._store = None
-        self._processes: list[tuple[int, str]] = []  # number of the process and name of the machine, by rank
+        self._server = None  # of the store, where torchrun holds none
         if self.rank > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
 
@@ -83,15 +83,19 @@ class Job:
         import torch
         import torch.distributed as dist
 
-        from .engine.ranks import Ranks
-
+        place = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+        attempt = f"fwanda {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
-            dist.init_process_group(backend, timeout=_PATIENCE)
+            if self.rank == 0 and not _torchrun_holds_store():
+                self._server = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
+            # two connections: while the ranks meet, one of them waits, and cannot tell of a failure
+            self._store, meeting = (dist.PrefixStore(attempt, dist.TCPStore(*place, is_master=False)) for _ in range(2))
+            self._store.set(_process_key(self.rank), f"{os.getpid()} {socket.gethostname()}")
+            group = {"rank": self.rank, "world_size": self.size, "timeout": _PATIENCE}
+            dist.init_process_group(backend, store=dist.PrefixStore("group", meeting), **group)
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"the ranks cannot reach each other: {error}") from error
-        self._processes = Ranks.current().gather((os.getpid(), socket.gethostname()))
-        self._store = dist.PrefixStore("fwanda", dist.distributed_c10d._get_default_store())
+            raise UserError(f"the ranks cannot reach each other: {one_line(error)}") from error
 
     def leave(self) -> None:
         """Waits for the other ranks at the end of a command, and leaves the process group."""
@@ -109,11 +113,10 @@ class Job:
             message: about the error of this rank.
             own: whether it began here; else the rank was told to stop, or lost the connection to another.
         """
-        if self._store is None:  # before the ranks met, all of them fail alike, and the first ends the others
-            if not own:
-                message = f"{message} while it waited for all ranks to start"
+        if self._store is None:  # at its start: all ranks fail alike, and the first ends the others
             if self.rank:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 time.sleep(_CLAIM_SECONDS)
             return self._named(message)
         if own:
@@ -125,7 +128,11 @@ class Job:
             if (dead := self._dead_rank()) is not None:
                 return _killed(dead, self.size) if self._claims() else None
             time.sleep(0.1)
-        return self._named(message) if self._claims() else None
+        if (missing := self._missing_rank()) is not None:
+            message = f"rank {missing} of {self.size} did not start, so all ranks stop"
+        else:
+            message = self._named(message)
+        return message if self._claims() else None
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
@@ -144,7 +151,7 @@ class Job:
         try:
             return self._store.add(_FAILED, 1) == 1
         except RuntimeError:  # the store was that of the rank that failed
-            return self.rank == min(set(range(self.size)) - {0})
+            return self.rank == min(1, self.size - 1)
 
     def _claimed(self) -> bool:
         try:
@@ -152,11 +159,22 @@ class Job:
         except RuntimeError:
             return False
 
+    def _missing_rank(self) -> int | None:
+        """A rank that never reached the others; None if there is none."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            return next((r for r in range(self.size) if not self._store.check([_process_key(r)])), None)
+        return None
+
     def _dead_rank(self) -> int | None:
         """A rank of this machine whose process is gone; None if there is none."""
-        for rank, (process, machine) in enumerate(self._processes):
-            if machine == socket.gethostname() and not _runs(process):
-                return rank
+        try:
+            for rank in range(self.size):
+                if self._store.check([_process_key(rank)]):
+                    process, machine = self._store.get(_process_key(rank)).decode().split(" ", 1)
+                    if machine == socket.gethostname() and not _runs(int(process)):
+                        return rank
+        except RuntimeError:  # the store is gone, and with it rank 0, unless torchrun held the store
+            return None if _torchrun_holds_store() else 0
         return None
 
 
@@ -215,6 +233,16 @@ def ended_if_stuck(end: Callable[[], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         writing.close()
+
+
+def _torchrun_holds_store() -> bool:
+    """Whether the store outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _process_key(rank: int) -> str:
+    """Where the store has the number of a rank's process, and the name of its machine."""
+    return f"process {rank}"
 
 
 def _killed(rank: int, size: int) -> str:
