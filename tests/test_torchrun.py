@@ -137,6 +137,17 @@ def test_a_mistake_that_all_ranks_make_is_one_line(tmp_path, launcher, command):
     assert len(own_lines(done.stderr)) == 1
 
 
+def test_what_only_the_first_rank_meets_is_its_error(folder, tmp_path, launcher):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "file").write_text("")
+    done = launcher.run(3, tmp_path / "streams", arguments(folder, out))
+    assert set(done.codes) <= {2, 130}
+    (line,) = own_lines(done.stderr)
+    assert line.startswith(f"fwanda: error: rank 0 of 3: output {out}")
+    assert [path.name for path in out.iterdir()] == ["file"]
+
+
 def test_a_command_that_ranks_cannot_share_is_refused(tmp_path, launcher):
     done = launcher.run(2, tmp_path / "streams", ["doctor"])
     assert own_lines(done.stderr)[0].endswith("fwanda doctor runs in one process; start it without torchrun")

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from .arguments import build_parser
 from .commands import Result
-from .errors import UserError, install_hint, one_line
+from .errors import OtherRankError, UserError, install_hint, one_line
 from .launch import Job, ended_if_stuck, is_lost_connection, is_rank, joined
 from .terminal import discard, say, styled
 
@@ -70,7 +70,7 @@ def _run_rank(argv: list[str] | None) -> int:
             raise
         if is_lost_connection(error):
             _end(job, "the connection to another rank is lost", 1)
-        _end(job, *_explained(error), own=True)
+        _end(job, *_explained(error), own=not isinstance(error, OtherRankError))
 
 
 def _ignore_signals() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import OtherRankError, UserError
 from ..notes import noted, warn
 from .sums import Sums
 
@@ -155,7 +155,7 @@ class Ranks:
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         value, error = outcome
         if error is not None:
-            raise error
+            raise error if self.first else OtherRankError(str(error))
         return value
 
     def gather(self, value: T) -> list[T]:
