@@ -223,6 +223,19 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "`kill -9` at a random moment, one to three times in a run",
         "the weights and the report are the same and nothing is left behind; `python tests/kill.py 50` tries 50 runs",
     ),
+    "rank fails": (
+        "One of several ranks is killed, or its memory or disk is full (the tests raise the last two)",
+        "one line that names the rank, all ranks end within 30 s, no half output; `--resume`, on another "
+        "number of ranks too, gives the same bits",
+    ),
+    "ranks differ": (
+        "The ranks of a run have other weights or settings",
+        "one line that names the rank and what differs",
+    ),
+    "ranks resume": (
+        "One process resumes what several ranks began, or the other way round",
+        "refused in one line: their sums add up in another order",
+    ),
     "Ctrl-C": (
         "Ctrl-C",
         "one line with a hint, exit code 130, no half output; `--resume` gives the same bits",

@@ -78,7 +78,8 @@ examples:
 
     fwanda prune smollm2 --sparsity 0.5 --output pruned
     fwanda prune MODEL --method wanda --pattern 2:4 --output pruned-24
-    fwanda prune MODEL --calibration c4:3 --calibration code --output pruned"""
+    fwanda prune MODEL --calibration c4:3 --calibration code --output pruned
+    torchrun --nproc-per-node gpu -m fwanda_pruner prune MODEL --output pruned"""
 
 
 def _add_prune(commands) -> None:

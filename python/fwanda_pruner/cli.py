@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging
@@ -10,16 +11,21 @@ import signal
 import sys
 import traceback
 import warnings
+from contextlib import nullcontext
+from typing import NoReturn
 
 from .arguments import build_parser
 from .commands import Result
-from .errors import UserError, install_hint, one_line
+from .errors import OtherRankError, UserError, install_hint, one_line
+from .launch import Job, ended_if_stuck, is_lost_connection, is_rank, joined
 from .terminal import discard, say, styled
 
 _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither package is imported yet
     "BackendError": "",
     "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu",
 }
+
+_INTERRUPTED = 130  # exit code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,29 +40,76 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
     try:
-        return _run(argv)
+        return _run_rank(argv) if is_rank() else _run(argv)
     except BrokenPipeError:
         discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
-        say("; ".join(["fwanda: interrupted", *map(str, interrupt.args)]))
-        return 130
+        say(f"fwanda: {_interrupted(interrupt)}")
+        return _INTERRUPTED
     except Exception as error:
         if os.environ.get("FWANDA_TRACEBACK"):
             raise
         message, code = _explained(error)
-        say(f"{styled('fwanda: error', 'red', sys.stderr)}: {message}")
+        _say_error(message)
         return code
 
 
-def _run(argv: list[str] | None) -> int:
+def _run_rank(argv: list[str] | None) -> int:
+    """Runs one rank of a command. A rank that fails does not return: torch would wait for ranks that are gone."""
+    job = Job()
+    try:
+        with ended_if_stuck(lambda: _end(job, "interrupted", _INTERRUPTED)):
+            return _run(argv, job)
+    except KeyboardInterrupt as interrupt:
+        _ignore_signals()
+        _end(job, _interrupted(interrupt), _INTERRUPTED)
+    except Exception as error:
+        _ignore_signals()
+        if os.environ.get("FWANDA_TRACEBACK"):
+            raise
+        if is_lost_connection(error):
+            _end(job, "the connection to another rank is lost", 1)
+        _end(job, *_explained(error), own=not isinstance(error, OtherRankError))
+
+
+def _ignore_signals() -> None:
+    """Lets a rank that ends do so by itself: torchrun stops it when another rank has ended."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _end(job: Job, message: str, code: int, *, own: bool = False) -> NoReturn:
+    """Ends this rank of a job that failed, with a line about it unless another rank prints one."""
+    line = job.explain(message, own=own)
+    with job.speaking():
+        if line is not None:
+            _say_error(line)
+    os._exit(code)
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> str:
+    return "; ".join(["interrupted", *map(str, interrupt.args)])
+
+
+def _say_error(message: str) -> None:
+    say(f"{styled('fwanda: error', 'red', sys.stderr)}: {message}")
+
+
+def _run(argv: list[str] | None, job: Job | None = None) -> int:
     try:
         args = build_parser()[0].parse_args(argv)
     except SystemExit as stop:  # of --help and --version, with their text
         return _print(Result(str(stop.code)))
     _check_folder()
     _check_backend()
-    with contextlib.redirect_stdout(sys.stderr) if getattr(args, "json", False) else contextlib.nullcontext():
+    with joined(job, args.run):
+        return _run_command(args)
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr) if getattr(args, "json", False) else nullcontext():
         result = args.run(args)
     return _print(result)
 

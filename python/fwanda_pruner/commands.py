@@ -12,17 +12,20 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .config import PruneConfig
 from .errors import UserError, did_you_mean, show
+from .launch import device_of, is_first
 from .progress import begin_stage, planned
 from .source_shares import parse_sources
 from .stage_names import StageName
 from .terminal import say, styled
+
+T = TypeVar("T")
 
 
 class Result(NamedTuple):
@@ -56,7 +59,7 @@ def _load(args: argparse.Namespace, config: PruneConfig):
     from .model.load import load_model
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
-    return load_model(args.model, device=config.device, dtype=config.dtype, **trust)
+    return load_model(args.model, device=device_of(config.device), dtype=config.dtype, **trust)
 
 
 def _check_texts(
@@ -85,7 +88,7 @@ def prune(args: argparse.Namespace) -> Result:
     resolved = config.resolved()
     if args.statistics:
         check_uses_statistics(resolved)
-    if _is_finished(args, config):
+    if _on_first(lambda: _is_finished(args, config)):
         finished = f"finished    {args.output} holds the result of this command, and its zeros are those of its report"
         return _result_of(args, "\n".join([finished, *_upload(args)]))
     if not args.dry_run:
@@ -96,7 +99,7 @@ def prune(args: argparse.Namespace) -> Result:
             *config.guards,
             *config.eval,
         )
-        check_output(args.output, overwrite=args.overwrite, inputs=inputs)
+        _on_first(lambda: check_output(args.output, overwrite=args.overwrite, inputs=inputs))
     statistics = Statistics.load(args.statistics) if args.statistics else None
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
     _check_texts(
@@ -108,6 +111,13 @@ def prune(args: argparse.Namespace) -> Result:
     if args.dry_run:
         return Result(_plan(_load(args, config)[0], resolved))
     return _prune_and_save(args, config, statistics)
+
+
+def _on_first(compute: Callable[[], T]) -> T:
+    """What the first rank of a run computes, on all of them."""
+    from .engine.ranks import Ranks
+
+    return Ranks.current().share(compute)
 
 
 def _check_prune_flags(args: argparse.Namespace, config: PruneConfig) -> None:
@@ -152,11 +162,12 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
         if args.push_to_hub:
             from .run.hub import open_repository
 
-            args.push_to_hub = open_repository(args.push_to_hub)
+            args.push_to_hub = _on_first(lambda: open_repository(args.push_to_hub))
         with timed(seconds := {}, StageName.LOAD):
             model, tokenizer = _load(args, config)
         copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
-        check_output(args.output, overwrite=args.overwrite, needed_bytes=copies * model_bytes(model))
+        needed = copies * model_bytes(model)
+        _on_first(lambda: check_output(args.output, overwrite=args.overwrite, needed_bytes=needed))
         report = pipeline.prune(model, tokenizer, config=config, statistics=statistics, state=state)
         report.config = {**report.config, "model": args.model, "statistics": args.statistics}
         report.seconds = seconds | report.seconds
@@ -172,7 +183,7 @@ def _result_of(args: argparse.Namespace, text: str) -> Result:
     """The record for --json, else the text with bold labels."""
     from .report.record import FILE_NAME
 
-    if args.json:
+    if args.json and is_first():
         return Result(Path(args.output, FILE_NAME).read_text(encoding="utf-8").rstrip("\n"))
     bold = re.sub(r"^\w+(?=  |:$)", lambda label: styled(label[0], "bold", sys.stdout), text, flags=re.MULTILINE)
     return Result(bold, saved=args.output)
@@ -180,7 +191,7 @@ def _result_of(args: argparse.Namespace, text: str) -> Result:
 
 def _upload(args: argparse.Namespace) -> list[str]:
     """Uploads the result where --push-to-hub asks for it. Returns a line about it."""
-    if not args.push_to_hub:
+    if not (args.push_to_hub and is_first()):
         return []
     from .run.hub import upload
 
@@ -237,14 +248,14 @@ def calibrate(args: argparse.Namespace) -> Result:
     from .run.pipeline import collect
     from .run.titles import calibration_titles
 
-    output = check_file(args.output, ".safetensors")
+    output = _on_first(lambda: check_file(args.output, ".safetensors"))
     if output.exists():
         Statistics.load(output)  # refuses to replace another kind of file
     _check_texts(calibration=config.calibration)
     with planned(calibration_titles(config, loads=True)):
         model, tokenizer = _load(args, config)
         statistics = collect(model, tokenizer, config=config)
-    statistics.save(output)
+    _on_first(lambda: statistics.save(output))
     model_name, file = shlex.quote(args.model), shlex.quote(args.output)
     lines = [
         f"statistics of {len(statistics.x2)} matrices saved in {args.output}",
@@ -259,7 +270,7 @@ def sample(args: argparse.Namespace) -> Result:
     from .run.sample import check_sample_file, write_sample
     from .run.state import RunState
 
-    check_sample_file(args.output)
+    _on_first(lambda: check_sample_file(args.output))
     titles = [StageName.LOAD.title, StageName.SAMPLE.title]
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
         _tell_of_state(args, state)
@@ -300,7 +311,7 @@ def evaluate(args: argparse.Namespace) -> Result:
         result = evaluate_model(model, tokenizer, config=config)
         if tasks:
             begin_stage("tasks")
-            result["lm_eval"] = evaluate_tasks(model, tokenizer, tasks, **settings)
+            result["lm_eval"] = _on_first(lambda: evaluate_tasks(model, tokenizer, tasks, **settings))
     for text in result["perplexity"]:  # JSON has no infinity; the record writes it like this, too
         if not math.isfinite(text["perplexity"]):
             text["perplexity"] = str(text["perplexity"])
@@ -348,7 +359,7 @@ def sweep(args: argparse.Namespace) -> Result:
         interrupt.args = ("continue with the same command",)
         raise
     lines = lines_of(recipe.cells, cells)
-    paths = write_tables(lines, args.output) + draw(lines, args.output)
+    paths = _on_first(lambda: write_tables(lines, args.output) + draw(lines, args.output))
     return Result("\n".join([markdown(lines), *map(str, paths)]), saved=args.output)
 
 

@@ -16,6 +16,10 @@ class UserError(ValueError):
     """
 
 
+class OtherRankError(UserError):
+    """A UserError that another process of the same run has met, and tells of."""
+
+
 def install_hint(extra: str, *more: str) -> str:
     """How to install an extra of this package: no package index has it, so the command runs in a clone.
 

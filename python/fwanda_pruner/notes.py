@@ -13,6 +13,7 @@ _PACKAGE = str(Path(__file__).parent)
 # Each thread has its own.
 _notes: ContextVar[list[str] | None] = ContextVar("notes", default=None)
 _muted: ContextVar[bool] = ContextVar("muted", default=False)
+_shown: ContextVar[bool] = ContextVar("shown", default=True)
 
 
 def warn(message: str) -> None:
@@ -27,7 +28,13 @@ def warn(message: str) -> None:
         if message in notes:
             return
         notes.append(message)
-    warnings.warn(message, UserWarning, stacklevel=_levels_to_caller())
+    if _shown.get():
+        warnings.warn(message, UserWarning, stacklevel=_levels_to_caller())
+
+
+def noted() -> list[str]:
+    """The notes of the run so far."""
+    return list(_notes.get() or ())
 
 
 @contextmanager
@@ -38,6 +45,16 @@ def recording(notes: list[str]) -> Iterator[None]:
         yield
     finally:
         _notes.reset(token)
+
+
+@contextmanager
+def showing(wanted: bool) -> Iterator[None]:
+    """Inside the block, warn() in this thread shows its messages only if `wanted`; the notes have them either way."""
+    token = _shown.set(wanted and _shown.get())
+    try:
+        yield
+    finally:
+        _shown.reset(token)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 engine.py            the protocol Engine, which all above this folder use, and make_engine()
 resident.py          ResidentEngine, the only engine: all weights lie on one device
 loop.py              the one window loop: micro-batches, memory, progress; every pass of text runs in it
+ranks.py             Ranks: the processes of a run; they divide the windows and merge their sums
 model_windows.py     windows through the whole model, with the loss or its backward pass
 walk.py              windows through one decoder block after the other
 losses.py            the next-token loss, in slices

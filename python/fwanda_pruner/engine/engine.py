@@ -14,6 +14,7 @@ from ..model.targets import Target
 from .loop import PassRecord, PassSettings
 from .masks_in_passing import Masks
 from .prefix import SharedPrefix
+from .ranks import Ranks
 from .resident import Block, ResidentEngine
 from .resume import Unfinished
 from .sums import Sums
@@ -31,6 +32,7 @@ class Engine(Protocol):
         settings: how windows run.
         device: where weights and sums are while they are used.
         progress: whether to show progress bars.
+        ranks: the processes that share the run.
         block_count: number of decoder blocks.
     """
 
@@ -39,6 +41,7 @@ class Engine(Protocol):
     settings: PassSettings
     device: torch.device
     progress: bool
+    ranks: Ranks
     block_count: int
 
     def block_path(self, index: int) -> str: ...
@@ -93,4 +96,4 @@ def make_engine(
         progress: whether to show progress bars.
     """
     settings = None if config is None else PassSettings.of(config)
-    return ResidentEngine(model, targets, settings, progress=progress)
+    return ResidentEngine(model, targets, settings, progress=progress, ranks=Ranks.current())

@@ -24,6 +24,7 @@ from ..notes import warn
 from ..progress import progress_bar
 from .compile_blocks import CompiledBlocks, CompileError
 from .memory import free_memory
+from .ranks import ALONE, Group, Merging, Node, Ranks
 from .resume import Unfinished
 from .sums import Sums
 
@@ -85,8 +86,8 @@ class Windows(Protocol):
     blocks: Sequence[nn.Module]
     compiled_modules: Sequence[nn.Module]
 
-    def ready(self, size: int) -> AbstractContextManager[None]:
-        """Entered around all passes, before the sums are; `size` is the micro-batch, as far as it is known."""
+    def ready(self, group: range, size: int) -> AbstractContextManager[None]:
+        """Entered around the passes of a group, before the sums; `size` is the micro-batch, as far as it is known."""
 
     def run(self, start: int, size: int) -> None:
         """Runs the windows [start, start + size)."""
@@ -97,8 +98,8 @@ class Windows(Protocol):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from tensors()."""
 
-    def restart(self) -> None:
-        """Goes back to the first window."""
+    def seek(self, start: int) -> None:
+        """Goes to a window, the first of a group; windows from there on run again."""
 
 
 def run_windows(
@@ -106,113 +107,183 @@ def run_windows(
     sums: Sums,
     settings: PassSettings,
     *,
+    ranks: Ranks = ALONE,
+    unit: int | None = None,
     label: str | None = None,
     unfinished: Unfinished | None = None,
 ) -> PassRecord:
     """Runs all windows and adds them to the sums.
 
-    When the device runs out of memory, the loop starts again with less: half the micro-batch, then checkpointing.
+    Several ranks divide the windows; afterwards each has the sums of all. When the device runs out of memory, the loop
+    starts its group of windows again with less: half the micro-batch, then checkpointing.
 
     Args:
         windows: what runs.
         sums: entered around the passes; start from nothing, or from what `unfinished` holds.
         settings: how they run.
+        ranks: the processes of the run.
+        unit: as Ranks.groups(); None: the micro-batch of the settings, or 1.
         label: title of the progress bar; None shows none.
         unfinished: saves the state of the loop about every minute and at its end; None: never.
 
     Returns:
-        How the windows ran.
+        How the windows ran; of several ranks, how those with the least memory ran.
 
     Raises:
         UserError: one window does not fit, or the blocks cannot be compiled and settings.compile is "on".
     """
-    compile = settings.compile
-    if sums.uncompiled is not None and compile != "off":
-        if compile == "on":
-            message = f"--compile on is ignored here: {sums.uncompiled} can only be measured in uncompiled blocks"
-            warn(message)
-        compile = "off"
-    done, record = _begin(windows, sums, settings, unfinished)
-    grow = settings.micro_batch is None and done == 0
-    while True:
-        compile = "off" if record.checkpointing else compile
-        try:
-            bar = progress_bar(total=windows.count, initial=done, label=label, unit="windows")
-            with bar, windows.ready(record.micro_batch), sums:
-                for size in _passes(windows, sums, record, grow, compile, done, unfinished):
-                    bar.update(size)
-            return record
-        except torch.OutOfMemoryError:
-            exhausted = True  # go on outside of the handler: the traceback holds the activations
-        except CompileError as error:
-            if compile == "on":
-                raise UserError(f"the blocks cannot be compiled, use --compile off: {error}") from error
-            warn(f"the blocks cannot be compiled, going on without: {error}")
-            exhausted, compile = False, "off"
-        if exhausted:
-            grow = False
-            _use_less_memory(windows, record, settings)
-        record.compiled, record.compile_seconds, done = False, 0.0, 0
-        sums.clear()
-        windows.restart()
+    groups = ranks.groups(windows.count, unit or settings.micro_batch or 1)
+    loop = _Loop(windows, sums, settings, groups, label, unfinished)
+    merging = Merging(sums)
+    for group in groups:
+        loop.run(group.windows)
+        if not ranks.alone:
+            merging.add(Node(0, group.number), sums.tensors())
+            sums.clear()
+    ranks.merge(sums, merging, windows.device)
+    return _common([record for record in ranks.gather(loop.record) if record is not None])
 
 
-def _begin(
-    windows: Windows, sums: Sums, settings: PassSettings, unfinished: Unfinished | None
-) -> tuple[int, PassRecord]:
-    """Windows that are done already, and how to run the others."""
-    saved = None if unfinished is None else unfinished.load()
-    if saved is None:
-        size = min(settings.micro_batch or 1, windows.count)
-        return 0, PassRecord(size, checkpointing=windows.backward and settings.checkpointing == "on")
-    tensors, values = saved
-    parts: dict[str, dict[str, Tensor]] = {"sums": {}, "windows": {}}
-    for key, tensor in tensors.items():
-        part, name = key.split(".", 1)
-        parts[part][name] = tensor
-    with torch.inference_mode(False):  # they are added to
-        sums.load({name: tensor.to(windows.device, copy=True) for name, tensor in parts["sums"].items()})
-    windows.load(parts["windows"])
-    return values["done"], replace(PassRecord(**values["passes"]), compiled=False, compile_seconds=0.0)
+def _common(records: Sequence[PassRecord]) -> PassRecord:
+    """How all ranks ran together."""
+    return PassRecord(
+        min(record.micro_batch for record in records),
+        any(record.compiled for record in records),
+        any(record.checkpointing for record in records),
+        max(record.compile_seconds for record in records),
+    )
 
 
-def _passes(
-    windows: Windows, sums: Sums, record: PassRecord, grow: bool, compile: str, done: int, unfinished: Unfinished | None
-) -> Iterator[int]:
-    """Runs the windows from `done` on; yields the size of each pass.
+class _Loop:
+    """The passes over the groups of one rank, one group after the other.
 
-    The first pass is not compiled: it shows how much memory a window takes, and which modules share an input.
+    Args:
+        groups: of this rank.
+        windows, sums, settings, label, unfinished: as run_windows().
+
+    Attributes:
+        record: how the windows ran so far; None before the first.
     """
-    base = _reset_peak(windows.device) if grow else 0
-    if done < windows.count:
-        size = 1 if grow else min(record.micro_batch, windows.count - done)
-        with _checkpointed(windows, record.checkpointing or compile == "on"):  # uncompiled activations are larger
-            windows.run(done, size)
-        done += size
-        yield size
-    if grow:
-        record.micro_batch = min(_largest_micro_batch(windows, base), windows.count - done or 1)
-    compiled, counts = CompiledBlocks(windows.compiled_modules, sums.modules), {}
-    seconds: dict[bool, list[float]] = {True: [], False: []}  # of the next passes, by whether they are compiled
-    with _checkpointed(windows, record.checkpointing):
-        while done < windows.count:
-            size = min(record.micro_batch, windows.count - done)
-            whole = size == record.micro_batch
-            if not record.compiled and _should_compile(windows, compile, seconds[False], done, size):
-                record.compiled, counts = True, _whole_counts(sums, done * windows.length)
-            on = record.compiled and whole
-            with compiled.on(on), _timed(windows.device, seconds[on], whole and compile != "off"):
+
+    def __init__(
+        self,
+        windows: Windows,
+        sums: Sums,
+        settings: PassSettings,
+        groups: Sequence[Group],
+        label: str | None,
+        unfinished: Unfinished | None,
+    ):
+        self.record: PassRecord | None = None
+        self._windows, self._sums, self._settings = windows, sums, settings
+        self._label, self._unfinished = label, unfinished
+        self._last = groups[-1].windows.stop if groups else 0
+        self._total = sum(len(group.windows) for group in groups)
+        self._compile = _compile_setting(sums, settings)
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of passes, by whether they are compiled
+
+    def run(self, group: range) -> None:
+        """Runs a group and adds it to the sums."""
+        self._windows.seek(group.start)
+        done, grow = self._begin(group)
+        while True:
+            self._compile = "off" if self.record.checkpointing else self._compile
+            try:
+                self._sums.begin(group.start * self._windows.length, group.stop * self._windows.length)
+                before = self._total - (self._last - done)
+                bar = progress_bar(total=self._total, initial=before, label=self._label, unit="windows")
+                with bar, self._windows.ready(group, self.record.micro_batch), self._sums:
+                    for size in self._passes(group, done, grow):
+                        bar.update(size)
+                return
+            except torch.OutOfMemoryError:
+                exhausted = True  # go on outside of the handler: the traceback holds the activations
+            except CompileError as error:
+                if self._compile == "on":
+                    raise UserError(f"the blocks cannot be compiled, use --compile off: {error}") from error
+                warn(f"the blocks cannot be compiled, going on without: {error}")
+                exhausted, self._compile = False, "off"
+            if exhausted:
+                grow = False
+                _use_less_memory(self._windows, self.record, self._settings)
+            self.record.compiled, self.record.compile_seconds, done = False, 0.0, group.start
+            self._seconds = {True: [], False: []}
+            self._sums.clear()
+            self._windows.seek(group.start)
+
+    def _begin(self, group: range) -> tuple[int, bool]:
+        """The first window that is not done, and whether the micro-batch may still grow."""
+        if self.record is not None:
+            return group.start, False
+        saved = None if self._unfinished is None else self._unfinished.load()
+        if saved is None:
+            size = min(self._settings.micro_batch or 1, self._windows.count)
+            checkpointing = self._windows.backward and self._settings.checkpointing == "on"
+            self.record = PassRecord(size, checkpointing=checkpointing)
+            return group.start, self._settings.micro_batch is None
+        tensors, values = saved
+        parts: dict[str, dict[str, Tensor]] = {"sums": {}, "windows": {}}
+        for key, tensor in tensors.items():
+            part, name = key.split(".", 1)
+            parts[part][name] = tensor
+        with torch.inference_mode(False):  # they are added to
+            device = self._windows.device
+            self._sums.load({name: tensor.to(device, copy=True) for name, tensor in parts["sums"].items()})
+        self._windows.load(parts["windows"])
+        self.record = replace(PassRecord(**values["passes"]), compiled=False, compile_seconds=0.0)
+        return values["done"], self._settings.micro_batch is None and values["done"] == 0
+
+    def _passes(self, group: range, done: int, grow: bool) -> Iterator[int]:
+        """Runs the windows of a group from `done` on; yields the size of each pass.
+
+        The first pass is not compiled: it shows how much memory a window takes, and which modules share an input.
+        """
+        windows, record = self._windows, self.record
+        base = _reset_peak(windows.device) if grow else 0
+        if done < group.stop:
+            size = 1 if grow else min(record.micro_batch, group.stop - done)
+            with _checkpointed(windows, record.checkpointing or self._compile == "on"):  # uncompiled ones are larger
                 windows.run(done, size)
             done += size
             yield size
-            if unfinished is not None and (done == windows.count or unfinished.due()):
-                tensors = {f"sums.{name}": tensor for name, tensor in sums.tensors().items()}
-                tensors |= {f"windows.{name}": tensor for name, tensor in windows.tensors().items()}
-                unfinished.save(tensors, {"done": done, "passes": asdict(record)})
-    if record.compiled and not counts.items() <= _whole_counts(sums, done * windows.length).items():
-        raise CompileError("compiled blocks do not show all inputs of their modules")
-    if len(seconds[True]) > 1:
-        record.compile_seconds = max(0.0, seconds[True][0] - seconds[True][1])
+        if grow:
+            record.micro_batch = min(_largest_micro_batch(windows, base), group.stop - done or 1)
+        compiled, compiling, counts = CompiledBlocks(windows.compiled_modules, self._sums.modules), False, {}
+        with _checkpointed(windows, record.checkpointing):
+            while done < group.stop:
+                size = min(record.micro_batch, group.stop - done)
+                whole = size == record.micro_batch
+                passes = (self._last - done) / size  # that are left in all groups
+                begin = record.compiled or _should_compile(windows, self._compile, self._seconds[False], passes)
+                if begin and not compiling:
+                    compiling = record.compiled = True
+                    counts = _whole_counts(self._sums, (done - group.start) * windows.length)
+                on = compiling and whole
+                wanted = whole and self._compile != "off"
+                with compiled.on(on), _timed(windows.device, self._seconds[on], wanted):
+                    windows.run(done, size)
+                done += size
+                yield size
+                if self._unfinished is not None and (done == group.stop or self._unfinished.due()):
+                    self._save(done)
+        if compiling and not counts.items() <= _whole_counts(self._sums, len(group) * windows.length).items():
+            raise CompileError("compiled blocks do not show all inputs of their modules")
+        if len(self._seconds[True]) > 1:
+            record.compile_seconds = max(0.0, self._seconds[True][0] - self._seconds[True][1])
+
+    def _save(self, done: int) -> None:
+        tensors = {f"sums.{name}": tensor for name, tensor in self._sums.tensors().items()}
+        tensors |= {f"windows.{name}": tensor for name, tensor in self._windows.tensors().items()}
+        self._unfinished.save(tensors, {"done": done, "passes": asdict(self.record)})
+
+
+def _compile_setting(sums: Sums, settings: PassSettings) -> str:
+    """settings.compile, as far as the sums can be measured in compiled blocks."""
+    if sums.uncompiled is None or settings.compile == "off":
+        return settings.compile
+    if settings.compile == "on":
+        warn(f"--compile on is ignored here: {sums.uncompiled} can only be measured in uncompiled blocks")
+    return "off"
 
 
 def _use_less_memory(windows: Windows, record: PassRecord, settings: PassSettings) -> None:
@@ -242,10 +313,10 @@ def _largest_micro_batch(windows: Windows, base: int) -> int:
     return max(1, min(windows.busy_windows, int(_SPARE * free_memory(windows.device) / max(window, 1))))
 
 
-def _should_compile(windows: Windows, compile: str, seconds: list[float], done: int, micro_batch: int) -> bool:
+def _should_compile(windows: Windows, compile: str, seconds: list[float], passes: float) -> bool:
     if compile != "auto" or windows.device.type != "cuda" or len(seconds) < 2:
         return compile == "on"
-    return seconds[1] * _COMPILE_GAIN * (windows.count - done) / micro_batch > _COMPILE_SECONDS
+    return seconds[1] * _COMPILE_GAIN * passes > _COMPILE_SECONDS
 
 
 def _checkpointed(windows: Windows, on: bool) -> AbstractContextManager[None]:

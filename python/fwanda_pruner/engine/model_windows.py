@@ -59,10 +59,9 @@ class ModelWindows:
         self.count, self.length = tokens.shape
         path, self.blocks = find_blocks(model)
         self.compiled_modules = [*self.blocks, *norms_beside(model, path)]
-        self.restart()
 
     @contextmanager
-    def ready(self, size: int) -> Iterator[None]:
+    def ready(self, group: range, size: int) -> Iterator[None]:
         frozen = _frozen(self._model) if self.backward else nullcontext()
         with torch.inference_mode(False), torch.set_grad_enabled(self.backward), frozen:
             with fast_attention(self._model), single_sequences():
@@ -92,9 +91,10 @@ class ModelWindows:
         if self._generator is not None:
             self._generator.set_state(tensors["generator"])
 
-    def restart(self) -> None:
-        if self._label_seed is not None:
+    def seek(self, start: int) -> None:
+        if self._label_seed is not None:  # each label takes one number, and the first token of a window has none
             self._generator = torch.Generator("cpu").manual_seed(self._label_seed)
+            torch.rand(start * (self.length - 1), dtype=torch.float64, device="cpu", generator=self._generator)
 
 
 class WindowLosses(Sums):

@@ -17,6 +17,7 @@ from .loop import PassRecord, PassSettings, run_windows
 from .masks_in_passing import Masks, masked_blocks
 from .model_windows import ModelWindows, WindowLosses
 from .prefix import SharedPrefix
+from .ranks import ALONE, Ranks
 from .resume import Unfinished
 from .sums import Sums
 from .walk import BlockWalk
@@ -45,9 +46,11 @@ class ResidentEngine:
         targets: its matrices to prune.
         settings: how windows run.
         progress: whether to show progress bars.
+        ranks: the processes that share the run, each with a copy of the model.
 
     Attributes:
-        targets, settings, progress: as given.
+        targets, settings, ranks: as given.
+        progress: as given, on the first rank.
         device: where the model is.
         block_count: number of decoder blocks.
     """
@@ -59,9 +62,11 @@ class ResidentEngine:
         settings: PassSettings | None = None,
         *,
         progress: bool = True,
+        ranks: Ranks = ALONE,
     ):
         self.model, self.targets = model, list(targets)
-        self.settings, self.progress = settings or PassSettings(), progress
+        self.settings, self.ranks = settings or PassSettings(), ranks
+        self.progress = progress and ranks.first
         self.device = model_device(model)
         self._path, self._blocks = find_blocks(model)
         self.block_count = len(self._blocks)
@@ -111,7 +116,8 @@ class ResidentEngine:
         windows = ModelWindows(self.model, tokens, backward=backward, label_seed=label_seed)
         with self._split_experts():
             settings = settings or self.settings
-            return run_windows(windows, sums, settings, label=self._shown(label), unfinished=unfinished)
+            shown = self._shown(label)
+            return run_windows(windows, sums, settings, ranks=self.ranks, label=shown, unfinished=unfinished)
 
     def window_losses(
         self,
@@ -143,7 +149,7 @@ class ResidentEngine:
             if masks is not None:
                 stack.enter_context(self._split_experts())
                 stack.enter_context(masked_blocks(self._blocks, self.targets, masks))
-            run_windows(windows, losses, settings, label=self._shown(label))
+            run_windows(windows, losses, settings, ranks=self.ranks, label=self._shown(label))
         return losses.tensors()["losses"].cpu() / (tokens.shape[1] - first_target)
 
     def shared_prefix(self) -> SharedPrefix:
@@ -158,7 +164,7 @@ class ResidentEngine:
             UserError: the blocks are not a plain chain, or a window does not fit the memory.
         """
         with self._split_experts():
-            yield BlockWalk(self.model, tokens, micro_batch=self.settings.micro_batch)
+            yield BlockWalk(self.model, tokens, micro_batch=self.settings.micro_batch, ranks=self.ranks)
 
     def select_threshold(
         self, row_scales: Mapping[str, Tensor], column_scales: Mapping[str, Tensor], total: int

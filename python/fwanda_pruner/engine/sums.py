@@ -17,6 +17,7 @@ class Sums:
     Attributes:
         modules: the modules that the hooks watch.
         uncompiled: what cannot be measured in blocks that torch.compile has compiled; None: the hooks work there too.
+        owners: name -> the only rank that has the tensor after the loop, where cost() says what tensors cost.
     """
 
     modules: Sequence[nn.Module] = ()
@@ -24,6 +25,10 @@ class Sums:
 
     def __init__(self):
         self._totals: dict[str, Tensor] = {}
+        self.owners: dict[str, int] = {}
+
+    def begin(self, first: int, last: int) -> None:
+        """Told before the sums are entered: the tokens [first, last) of all windows come next."""
 
     def __enter__(self) -> Sums:
         return self
@@ -51,3 +56,7 @@ class Sums:
     def token_counts(self) -> dict[str, int]:
         """Tokens that each module saw, by its name, where the sums know it."""
         return {}
+
+    def cost(self, name: str, shape: tuple[int, ...]) -> float | None:
+        """Relative time of the work on a tensor, which one rank does for all; None: every rank needs the tensor."""
+        return None

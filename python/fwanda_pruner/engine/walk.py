@@ -13,6 +13,7 @@ from ..model.targets import find_blocks
 from .device import model_device
 from .loop import PassSettings, run_windows
 from .memory import allocate_large
+from .ranks import ALONE, Ranks
 from .sums import Sums
 
 _BATCH_TOKENS = 8192  # tokens in a call of a block on a GPU: the sums are then bound by arithmetic
@@ -32,19 +33,28 @@ class BlockWalk:
         model: a causal language model in eval mode.
         tokens: [S, L] int64 windows without padding.
         micro_batch: windows in a call of a block; None: 8,192 tokens on a GPU, one window on a CPU.
+        ranks: the processes of the run; each holds the hidden states of its own windows.
+
+    Attributes:
+        blocks, device: of the model.
+        ranks: as given.
+        hidden: [S, L, H] of the windows of this rank; None if it has none.
 
     Raises:
         UserError: the model's blocks are not a plain chain, or a window does not fit the memory.
     """
 
-    def __init__(self, model: nn.Module, tokens: Tensor, *, micro_batch: int | None = None):
+    def __init__(self, model: nn.Module, tokens: Tensor, *, micro_batch: int | None = None, ranks: Ranks = ALONE):
         self.blocks = find_blocks(model)[1]
         self.device = model_device(model)
         self._model, self._tokens = model, tokens
         self._arguments: dict[int, list[tuple[tuple, dict]]] = {}  # windows in a call -> arguments of each block
-        self.hidden: Tensor | None = None  # [S, L, H]
+        self.hidden: Tensor | None = None
         gpu_windows = max(1, _BATCH_TOKENS // tokens.shape[1])
         self._micro_batch = micro_batch or (gpu_windows if self.device.type == "cuda" else 1)
+        self.ranks, self._unit = ranks, self._micro_batch  # the groups stay the same where memory runs out
+        groups = [group.windows for group in ranks.groups(len(tokens), self._unit)]
+        self._own = range(groups[0].start, groups[-1].stop) if groups else range(0)
         self._run(_EmbeddingWindows(self), Sums())
 
     def run(self, index: int, sums: Sums, *, advance: bool) -> None:
@@ -63,13 +73,17 @@ class BlockWalk:
 
     def _run(self, windows: _WalkWindows, sums: Sums) -> None:
         settings = PassSettings(self._micro_batch, compile="off", checkpointing="off")
-        self._micro_batch = run_windows(windows, sums, settings).micro_batch
+        record = run_windows(windows, sums, settings, ranks=self.ranks, unit=self._unit)
+        self._micro_batch = record.micro_batch
 
     def input_groups(self, index: int, modules: Mapping[str, nn.Module]) -> list[list[str]]:
         """Names of the modules of block `index` in the order of their calls, those with the same input together.
 
         A module that the first windows do not reach stands in a group of its own at the end.
         """
+        return self.ranks.share(lambda: self._input_groups(index, modules))  # the first rank has the first windows
+
+    def _input_groups(self, index: int, modules: Mapping[str, nn.Module]) -> list[list[str]]:
         groups: list[tuple[Tensor, list[str]]] = []
 
         def hook_of(name: str):
@@ -101,17 +115,26 @@ class BlockWalk:
         if len(self._tokens) > 1 and not _same(self._block_arguments(first), self._block_arguments(last)):
             raise UserError(f"{_not_a_chain(self._model)}: the arguments of its blocks depend on the tokens")
 
+    @property
+    def first_window(self) -> int:
+        """The first window of this rank."""
+        return self._own.start
+
     def begin(self, start: int, size: int) -> None:
         """Stores the hidden states of some windows at the input of the first block."""
         ids = self._tokens[start : start + size]
         states = self._first_hidden(ids)
         if self.hidden is None:
-            self.hidden = allocate_large((len(self._tokens), *states.shape[1:]), states)
-        self.hidden[start : start + size].copy_(states)
+            self.hidden = allocate_large((len(self._own), *states.shape[1:]), states)
+        self.hidden_of(start, size).copy_(states)
+
+    def hidden_of(self, start: int, size: int) -> Tensor:
+        """[size, L, H] hidden states of the windows [start, start + size), where they are kept."""
+        return self.hidden[start - self._own.start :][:size]
 
     def outputs(self, index: int, start: int, size: int) -> Tensor:
         """[size, L, H] outputs of block `index` for some windows."""
-        hidden = self.hidden[start : start + size].to(self.device)
+        hidden = self.hidden_of(start, size).to(self.device)
         return self._block_output(index, hidden, self.arguments_for(size)[index])
 
     def arguments_for(self, size: int) -> list[tuple[tuple, dict]]:
@@ -190,9 +213,9 @@ class _WalkWindows:
         self.count, self.length = walk._tokens.shape
 
     @contextmanager
-    def ready(self, size: int) -> Iterator[None]:
+    def ready(self, group: range, size: int) -> Iterator[None]:
         self._walk.forget_arguments_above(size)
-        for batch in {size, self.count % size} - {0}:
+        for batch in {min(size, len(group)), len(group) % size} - {0}:
             self._walk.arguments_for(batch)  # runs the whole model, so it must come before the sums watch its modules
         with torch.no_grad():
             yield
@@ -203,7 +226,7 @@ class _WalkWindows:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
-    def restart(self) -> None:
+    def seek(self, start: int) -> None:
         pass
 
 
@@ -211,16 +234,17 @@ class _EmbeddingWindows(_WalkWindows):
     """Windows up to the input of the first block."""
 
     @contextmanager
-    def ready(self, size: int) -> Iterator[None]:
-        with super().ready(size):
+    def ready(self, group: range, size: int) -> Iterator[None]:
+        with super().ready(group, size):
             self._walk.check_arguments()  # here, so that a window that does not fit the memory is a UserError
             yield
 
     def run(self, start: int, size: int) -> None:
         self._walk.begin(start, size)
 
-    def restart(self) -> None:
-        self._walk.hidden = None
+    def seek(self, start: int) -> None:
+        if start == self._walk.first_window:  # all windows run again
+            self._walk.hidden = None
 
 
 class _BlockWindows(_WalkWindows):
@@ -234,7 +258,10 @@ class _BlockWindows(_WalkWindows):
         output = self._walk.outputs(self._index, start, size)
         if self._advance:
             self.restartable = False
-            self._walk.hidden[start : start + size].copy_(output)
+            self._walk.hidden_of(start, size).copy_(output)
+
+    def seek(self, start: int) -> None:
+        self.restartable = True
 
 
 def _not_a_chain(model: nn.Module) -> str:

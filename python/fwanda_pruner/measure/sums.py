@@ -144,11 +144,15 @@ class HessianSums(Sums):
     def __init__(self, modules: Mapping[str, nn.Module], token_weights: Mapping[str, Tensor] | None = None):
         super().__init__()
         self._named, self.modules = dict(modules), tuple(modules.values())
-        self._token_weights = token_weights or {}
+        self._token_weights, self._tokens = token_weights or {}, slice(None)
         self._hessians: dict[str, Tensor] = {}
 
+    def begin(self, first: int, last: int) -> None:
+        self._tokens = slice(first, last)
+
     def __enter__(self) -> HessianSums:
-        self._context = fk.collect_hessians(self._named, self._token_weights)
+        weights = {name: weight[self._tokens] for name, weight in self._token_weights.items()}
+        self._context = fk.collect_hessians(self._named, weights)
         self._hessians = self._context.__enter__()
         return self
 
@@ -168,9 +172,22 @@ class HessianSums(Sums):
             tensors[key] = tensors[key] + hessian if key in tensors else hessian
         return tensors
 
+    def cost(self, name: str, shape: tuple[int, ...]) -> float:
+        """Of the factor, and of the walks over the matrices that share it."""
+        rows = sum(self._named[module].weight.shape[0] for module in name.split("+"))
+        return shape[0] ** 2 * (shape[0] + rows)
+
     def by_module(self) -> dict[str, Tensor]:
-        """name -> [C, C] of each module that was called; modules with the same input share one tensor."""
+        """name -> [C, C] of each module that was called; modules with the same input share one tensor.
+
+        Where several ranks share a run, those that this rank owns.
+        """
         return {name: hessian for names, hessian in self._totals.items() for name in names.split("+")}
+
+    def owner_by_module(self) -> dict[str, int]:
+        """name -> the rank that owns the Hessian, for each module that was called."""
+        owners = self.owners or dict.fromkeys(self._totals, 0)
+        return {name: owner for names, owner in owners.items() for name in names.split("+")}
 
 
 @contextmanager

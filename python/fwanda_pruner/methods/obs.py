@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 
@@ -31,27 +31,39 @@ def prune_group(job: GroupJob) -> list[str]:
     Raises:
         UserError: a Hessian has no factor, or an updated weight is not finite, naming the matrix.
     """
-    hessians = _measure_hessians(job)
-    unseen = [target.name for target in job.targets if target.name not in hessians]
-    hessians |= {t.name: torch.eye(t.shape[1], device=job.walk.device) for t in job.targets if t.name in unseen}
-    factors = _factors(hessians)
+    ranks = job.walk.ranks
+    hessians, owners = _measure_hessians(job)
+    unseen = [target.name for target in job.targets if target.name not in owners]
+    own = [target for target in job.targets if owners.get(target.name, 0) == ranks.rank]
+    hessians |= {t.name: torch.eye(t.shape[1], device=job.walk.device) for t in own if t.name in unseen}
+    _prune_matrices(job, own, hessians)
     for target in job.targets:
-        _prune_matrix(job, target, factors[target.name])
-    finite = torch.stack([job.block.weights[t.name].isfinite().all() for t in job.targets]).tolist()
-    for target, good in zip(job.targets, finite, strict=True):
-        if not good:
-            raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")
+        with writing([job.block.weights[target.name]]):
+            ranks.broadcast_(job.block.weights[target.name], owners.get(target.name, 0))
     return unseen
 
 
-def _measure_hessians(job: GroupJob) -> dict[str, Tensor]:
-    """name -> [C, C] fp32 X^T X of the inputs; matrices with the same input have the same tensor.
+def _prune_matrices(job: GroupJob, targets: Sequence[Target], hessians: Mapping[str, Tensor]) -> None:
+    """Prunes the matrices that this rank owns."""
+    if not targets:
+        return
+    factors = _factors(hessians)
+    for target in targets:
+        _prune_matrix(job, target, factors[target.name])
+    finite = torch.stack([job.block.weights[t.name].isfinite().all() for t in targets]).tolist()
+    for target, good in zip(targets, finite, strict=True):
+        if not good:
+            raise UserError(f"{target.name}.weight has NaN or inf values after its update; try --dtype float32")
 
-    A matrix that no token reached has none.
+
+def _measure_hessians(job: GroupJob) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """name -> [C, C] fp32 X^T X of the inputs, of the matrices that this rank owns; and name -> the owner, of all.
+
+    Matrices with the same input have the same tensor. A matrix that no token reached has none.
     """
     sums = HessianSums({target.name: target.module for target in job.targets}, _token_weights(job))
     job.walk.run(job.index, sums, advance=job.advance)
-    return sums.by_module()
+    return sums.by_module(), sums.owner_by_module()
 
 
 def _token_weights(job: GroupJob) -> dict[str, Tensor]:

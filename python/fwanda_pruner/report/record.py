@@ -94,6 +94,8 @@ class Report:
             of older versions.
         backends: op of fwanda_kernels -> the backend that comes first for it on the device of the run. None in records
             of older versions.
+        engine: how text went through the model: "resident", all weights on one device.
+        ranks: number of processes that shared the run.
     """
 
     config: dict
@@ -116,6 +118,8 @@ class Report:
     refit: dict | None = None
     row_histogram: list[int] | None = None
     backends: dict[str, str] | None = None
+    engine: str = "resident"
+    ranks: int = 1
 
     @property
     def sparsity(self) -> dict[str, float]:

@@ -88,7 +88,7 @@ def report(
         model_zeros=counts.zeros,
         perplexity=perplexity,
         seconds=dict(stage.seconds),
-        peak_memory_bytes=_peak_memory(stage, engine.device),
+        peak_memory_bytes=max(engine.ranks.gather(_peak_memory(stage, engine.device))),
         energy=energy.result,
         energy_details=energy_details,
         versions=versions(engine.device),
@@ -101,6 +101,7 @@ def report(
         refit=pruned.refit,
         row_histogram=pruned.row_histogram,
         backends=first_backends(engine.device),
+        ranks=engine.ranks.size,
     )
 
 

@@ -5,7 +5,7 @@ text -> windows -> engine -> sums -> budgets or masks -> block loop -> record
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..allocate.budgets import ScoreScales, count_floored_rows
 from ..allocate.search import Choice
 from ..config import CALIBRATION, PruneConfig, settings_of
-from ..engine.all_weights import WeightCounts, check_finite, count_weights
+from ..engine.all_weights import WeightCounts, check_finite, count_weights, fingerprint
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
+from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..evaluate.perplexity import engine_perplexity
 from ..formats.source import surplus_layers
@@ -26,9 +27,10 @@ from ..methods.job import Inputs
 from ..model.arguments import expect_tokenizer, expect_type
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
-from ..notes import recording, warn
+from ..notes import recording, showing, warn
 from ..progress import planned
 from ..report.record import Report
+from ..text.windows import tokens_sha256
 from . import outcome, stages
 from .energy import EnergyMeter
 from .outcome import Pruned
@@ -146,13 +148,14 @@ def run_prune(
     expect_type("statistics", statistics, Statistics, "measure them by collect(), or read a file by Statistics.load()")
     expect_type("state", state, RunState, "make one by RunState(folder)")
     state = state or RunState()
-    stage = Stages(state, model_device(model))
+    ranks = Ranks.current()
+    stage, progress = Stages(state, model_device(model), ranks), progress and ranks.first
     titles = stage_titles(config, statistics, calibration=calibration, eval=eval) if progress else ()
     with planned(titles), _running(model, config, state.notes):
         config = with_sources(config, calibration, eval, statistics, named)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
-        check_savable(model, tokenizer, state.output)
+        ranks.share(lambda: check_savable(model, tokenizer, state.output))
         engine = make_engine(model, targets, config, progress=progress)
         stages.check_given(config, model, statistics)
         stages.identify(state, config, engine, sources, statistics)
@@ -175,7 +178,8 @@ def run_prune(
 def _running(model: nn.Module, config: PruneConfig, notes: list[str]) -> Iterator[None]:
     """The conditions under which a model is measured and pruned; the warnings inside are added to the notes."""
     device = model_device(model)
-    with _alone(model), recording(notes), evaluating(model), device_rules(model, config):
+    shown = showing(Ranks.current().first)
+    with _alone(model), recording(notes), shown, evaluating(model), device_rules(model, config):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         yield
@@ -245,7 +249,8 @@ def collect(
     _check_arguments(model, tokenizer)
     groups = (*CALIBRATION, "passes")
     config = PruneConfig(**_config(config, settings, settings_of(*groups)).select(*groups))
-    stage = Stages(RunState(), model_device(model))
+    ranks = Ranks.current()
+    stage, progress = Stages(RunState(), model_device(model), ranks), progress and ranks.first
     titles = calibration_titles(config, calibration=calibration) if progress else ()
     with planned(titles), _running(model, config, stage.notes):
         config = with_sources(config, calibration, None, None, named=settings)
@@ -255,6 +260,7 @@ def collect(
         reads = {"calibration": True, "domains": False}
         own, _ = stages.own_text(stage, engine, config, tokenizer, own, **reads)
         texts = read_texts(config, engine, tokenizer, sources, own, **reads)
+        _check_ranks(engine, config, [texts.calibration])
         return stages.measured_statistics(stage, engine, config, texts, config.fisher)
 
 
@@ -273,7 +279,7 @@ def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], pro
         UserError: as prune().
     """
     _check_arguments(model, tokenizer)
-    stage = Stages(RunState(), model_device(model))
+    stage = Stages(RunState(), model_device(model), Ranks.current())
     needs = [(config, stages.reads(config, None)) for config in (config.resolved() for config in configs)]
     config, reads = max(needs, key=lambda need: own_windows(need[0], **need[1]))
     with _running(model, config, stage.notes):
@@ -305,12 +311,13 @@ def evaluate_model(
     """
     _check_arguments(model, tokenizer)
     config = _config(config, settings, (*settings_of("eval", "bos"), "seqlen"))
-    with recording([]), evaluating(model):
+    with recording([]), showing(Ranks.current().first), evaluating(model):
         config = with_sources(config, None, eval, None)
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, None, eval, None)
         texts = read_texts(config, engine, tokenizer, sources, calibration=False)
+        _check_ranks(engine, config, texts.evaluation.values())
         found = [
             {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
             | protocol(windows, texts.bos, tokenizer)
@@ -338,6 +345,17 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     check_model(model, targets, config)
     check_finite(make_engine(model, targets, config))
     return targets, skipped
+
+
+def _check_ranks(engine: Engine, config: PruneConfig, texts: Iterable[Tensor]) -> None:
+    """Refuses ranks with other weights, settings or texts than the first."""
+    engine.ranks.check_same(
+        lambda: {
+            "weights": fingerprint(engine),
+            "settings": config.to_dict(),
+            "texts": [tokens_sha256(text) for text in texts],
+        }
+    )
 
 
 def _floored_rows(

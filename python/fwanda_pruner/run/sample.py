@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import PruneConfig
 from ..engine.all_weights import check_finite, fingerprint
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import make_engine
+from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..formats.files import atomic_file, check_file
 from ..model.plain import check_plain
 from ..model.targets import find_targets
-from ..notes import recording
+from ..notes import recording, showing
 from ..report.record import versions
 from ..stage_names import StageName
 from ..text.own_text import start_token_of
@@ -63,25 +64,33 @@ def write_sample(
     Raises:
         UserError: see check_sample_file() and sample_tokens(); or there is no tokenizer.
     """
-    check_sample_file(output)
+    Ranks.current().share(lambda: check_sample_file(output))
     if tokenizer is None:
         raise UserError("the model has no tokenizer, which turns sampled tokens into text; add its files to the folder")
     check_plain(model)
     device, state = model_device(model), state or RunState()
-    stage = Stages(state, device)
-    with recording(stage.notes), evaluating(model), device_rules(model, config):
+    ranks = Ranks.current()
+    stage = Stages(state, device, ranks)
+    with recording(stage.notes), showing(ranks.first), evaluating(model), device_rules(model, config):
         start = start_token_of(model, tokenizer, config.start_token)
         engine = make_engine(model, find_targets(model)[0], config, progress=progress)
         check_finite(engine)
         text = {"nsamples": config.nsamples, "seqlen": config.seqlen, "seed": config.seed}
-        state.identify({**text, "start_token": start, "weights": fingerprint(engine), **versions(device)})
+        facts = {**text, "start_token": start, "weights": fingerprint(engine), **versions(device)}
+        ranks.check_same(lambda: facts)
+        ranks.share(lambda: state.identify({**facts, "windows": ranks.division}))
         tokens, energy = stages.sampled(stage, engine, config, start, config.nsamples)
+    if ranks.first:
+        _write(model, tokenizer, output, tokens, config.seed)
+    return stage.seconds.get(StageName.SAMPLE.value, 0.0), energy.result
+
+
+def _write(model: nn.Module, tokenizer, output: str | Path, tokens: Tensor, seed: int) -> None:
     with atomic_file(output) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for window, ids in enumerate(tokens.tolist()):
             line = {"text": tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
-            line |= {"model": model.config.name_or_path, "seed": config.seed, "window": window}
+            line |= {"model": model.config.name_or_path, "seed": seed, "window": window}
             file.write(json.dumps(line) + "\n")
-    return stage.seconds.get(StageName.SAMPLE.value, 0.0), energy.result
 
 
 def _is_sample(path: Path) -> bool:

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 from ..config import PruneConfig, settings_of
+from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongZeros, ZeroCount
@@ -43,7 +44,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     Licences, notices, chat templates and settings of image processors of the model's folder are copied unchanged.
 
     A hidden folder beside `output` takes all files. It is renamed to `output` once they are checked and on disk. On any
-    failure neither folder remains; with `overwrite`, the old folder comes back.
+    failure neither folder remains; with `overwrite`, the old folder comes back. Where several ranks share a run, the
+    first writes, and the others do nothing.
 
     Args:
         model: the pruned model; written in its own dtype.
@@ -62,6 +64,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         UserWarning: tensors or files of the folder that the model was loaded from are not in the new one; or some
             matrices were not found in the files, so their zeros were not counted.
     """
+    if not Ranks.current().first:
+        return
     form = _format_of(report)
     with atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):

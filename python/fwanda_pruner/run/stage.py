@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..engine.ranks import ALONE, Ranks
 from ..progress import begin_stage
 from ..stage_names import StageName
 from .energy import EnergyMeter
@@ -52,6 +53,7 @@ class Stages:
     Args:
         state: keeps the results of stages that have a codec.
         device: where the run works; its queued work counts for the stage that queued it.
+        ranks: the processes of the run. The first keeps results; all get its results, and all warnings.
 
     Attributes:
         seconds: stage -> seconds.
@@ -59,11 +61,11 @@ class Stages:
         notes: the warnings of the run, see notes.recording().
     """
 
-    def __init__(self, state: RunState, device: torch.device):
+    def __init__(self, state: RunState, device: torch.device, ranks: Ranks = ALONE):
         self.seconds: dict[str, float] = {}
         self.peak_bytes = 0
         self.notes = state.notes
-        self._state, self._device = state, device
+        self._state, self._device, self._ranks = state, device, ranks
         self._meter: EnergyMeter | None = None
 
     def __call__(self, name: StageName, compute: Callable[[], T], codec: Codec[T] | None = None) -> T:
@@ -74,24 +76,37 @@ class Stages:
             compute: computes the result.
             codec: stores it; None: the stage is computed in every run.
         """
-        saved = None if codec is None else self._state.recall(name.value)
+        saved = None if codec is None else self._ranks.share(lambda: self._state.recall(name.value))
         begin_stage(name.title, kept=saved is not None)
         if codec is not None and saved is not None:
             return codec.decode(*saved)
         with timed(self.seconds, name), self._measured(name.value):
             result = compute()
+        self._ranks.share_notes()
         if codec is not None:
+            result = self._of_first(result, codec)
             self._state.keep(name.value, *codec.encode(result))
             self._state.forget_parts(name.value)
         return result
 
-    def unfinished(self, name: StageName, part: str = "part") -> _UnfinishedStage:
-        """Where one long computation inside a stage saves its state; the parts of a stage have different names."""
-        return _UnfinishedStage(self._state, f"{name.value}-{part}")
+    def _of_first(self, result: T, codec: Codec[T]) -> T:
+        """The result of the first rank: rounding on GPUs may differ, and all must go on with the same bits."""
+        if self._ranks.size == 1:
+            return result
+        tensors, values = codec.encode(result)
+        shared = self._ranks.share(lambda: ({name: tensor.cpu() for name, tensor in tensors.items()}, values))
+        return result if self._ranks.first else codec.decode(*shared)
+
+    def unfinished(self, name: StageName, part: str = "part") -> _UnfinishedStage | None:
+        """Where one long computation inside a stage saves its state; the parts of a stage have different names.
+
+        None where several ranks share it: none of them knows the state of all.
+        """
+        return _UnfinishedStage(self._state, f"{name.value}-{part}") if self._ranks.alone else None
 
     def steps(self, name: StageName, codec: Codec[T]) -> _StageSteps[T]:
         """Where a stage of many steps keeps the result of each."""
-        return _StageSteps(self._state, name.value, codec)
+        return _StageSteps(self._state, name.value, codec, self._ranks)
 
     @contextmanager
     def metered(self, meter: EnergyMeter) -> Iterator[EnergyMeter]:
@@ -136,14 +151,15 @@ class _UnfinishedStage:
 class _StageSteps(Generic[T]):
     """See `engine.resume.Steps`."""
 
-    def __init__(self, state: RunState, name: str, codec: Codec[T]):
-        self._state, self._name, self._codec = state, name, codec
+    def __init__(self, state: RunState, name: str, codec: Codec[T], ranks: Ranks):
+        self._state, self._name, self._codec, self._ranks = state, name, codec, ranks
 
     def load(self, index: int) -> T | None:
-        saved = self._state.recall(self._path(index))
+        saved = self._ranks.share(lambda: self._state.recall(self._path(index)))
         return None if saved is None else self._codec.decode(*saved)
 
     def save(self, index: int, result: T) -> None:
+        self._ranks.share_notes()
         self._state.keep(self._path(index), *self._codec.encode(result))
 
     def _path(self, index: int) -> str:

@@ -67,10 +67,14 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
     Raises:
         UserError: they differ.
     """
-    if state.folder is None:
+    ranks = engine.ranks
+    if state.folder is None and ranks.size == 1:
         return
     inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
-    state.identify({**inputs, **config.without("energy", "save"), **sources.identity(), **versions(engine.device)})
+    facts = {**inputs, **config.without("energy", "save"), **versions(engine.device)}
+    ranks.check_same(lambda: facts)
+    facts |= sources.identity()
+    ranks.share(lambda: state.identify({**facts, "windows": ranks.division}) if state.folder else None)
     if state.resumed:
         state.notes.append("resumed: seconds and energy are those of the last part")
 
@@ -131,6 +135,7 @@ def sampled(
                 nsamples=count,
                 seqlen=config.seqlen,
                 seed=own_seed(config),
+                ranks=engine.ranks,
                 progress=engine.progress,
                 unfinished=stage.unfinished(StageName.SAMPLE),
             ),

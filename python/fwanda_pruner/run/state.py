@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..engine.ranks import Ranks
 from ..errors import UserError, one_line
 from ..formats.files import atomic_file, user_errors
 
@@ -26,7 +27,8 @@ class RunState:
     """Keeps the finished stages of a run on disk, and gives them back to a run that resumes it.
 
     Each stage is one file, which appears whole or not at all. The files lie in the hidden folder `.NAME.resume` beside
-    the output NAME. Only one process at a time may use this folder.
+    the output NAME. Only one process at a time may use this folder: where several ranks share a run, the first keeps
+    stages, and this class does nothing on the others.
 
     A stage has tensors and facts. Facts are any JSON value.
 
@@ -52,7 +54,7 @@ class RunState:
         self.folder: Path | None = None
         self.resumed = False
         self.removed = 0
-        if output is None:
+        if output is None or not Ranks.current().first:
             return
         self.output = output = Path(output).resolve()
         self.folder = output.with_name(f".{output.name}.resume")

@@ -16,6 +16,7 @@ from ..allocate.search import Choice
 from ..config import CALIBRATION, PruneConfig
 from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine, make_engine
+from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..evaluate.lm_eval_tasks import BATCH_SIZE, check_tasks, evaluate_tasks
 from ..evaluate.perplexity import check_dense, check_pruned
@@ -23,7 +24,7 @@ from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
 from ..model.plain import check_plain
 from ..model.targets import find_targets
-from ..notes import warn
+from ..notes import showing, warn
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
 from ..terminal import say
@@ -94,12 +95,12 @@ def run(
     Raises:
         UserError: as prune(); the message names the cell. The cells before it are kept.
     """
-    tasks, folder = tasks or TaskSettings(), Path(output) / "cells"
+    tasks, folder, ranks = tasks or TaskSettings(), Path(output) / "cells", Ranks.current()
     if recipe.tasks:
         check_tasks(recipe.tasks, **asdict(tasks))
-    with user_errors(Path(output)):
-        folder.mkdir(parents=True, exist_ok=True)
+    ranks.share(lambda: _make(folder))
     check_plain(model)
+    progress = progress and ranks.first
     engine = make_engine(model, find_targets(model)[0], recipe.cells[0])
     names = {name for config in recipe.cells for name in _text_names(config)}
     texts = {name: local_sha256(name) for name in names}
@@ -107,25 +108,46 @@ def run(
     weights = _copied(engine)
     cells, shared = {}, _Shared()
     ordered = sorted(recipe.cells, key=lambda config: (_calibration(config), config.removed))
-    for number, config in enumerate(ordered, 1):
-        path, label = _cell_path(sweep, config), describe(config, recipe.cells)
-        if not path.is_file():
-            if progress:
-                say(f"cell {number} of {len(recipe.cells)}: {label}, seed {config.seed}")
-            dense = _dense_figures(sweep, config)
-            try:
-                cell = _pruned_figures(sweep, _with_bos(config, dense), shared)
-            except UserError as error:
-                raise UserError(f"{label}: {error}") from error
-            finally:
-                _restore(engine, weights)
-            cell = {"model": source, **cell, "dense": dense}
-            if note := _damage(sweep, config, cell, cells):
-                warn(f"{label}: {note}")
-                cell["report"]["warnings"].append(note)
-            _write(path, cell)
-        cells[config] = _read(path, _CELL_KEYS)
+    with showing(ranks.first):
+        for number, config in enumerate(ordered, 1):
+            path, label = _cell_path(sweep, config), describe(config, recipe.cells)
+            cell = ranks.share(lambda path=path: _kept(path, _CELL_KEYS))
+            if cell is None:
+                if progress:
+                    say(f"cell {number} of {len(recipe.cells)}: {label}, seed {config.seed}")
+                try:
+                    cell = {"model": source, **_run_cell(sweep, config, label, shared, cells)}
+                finally:
+                    _restore(engine, weights)
+                cell = ranks.share(lambda path=path, cell=cell: _written(path, cell, _CELL_KEYS))
+            cells[config] = cell
     return [cells[config] for config in recipe.cells]
+
+
+def _make(folder: Path) -> None:
+    with user_errors(folder.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _run_cell(
+    sweep: _Sweep, config: PruneConfig, label: str, shared: _Shared, cells: Mapping[PruneConfig, dict]
+) -> dict:
+    """The figures of a cell.
+
+    Args:
+        label: describes the cell in messages.
+        shared: from the cells before it.
+        cells: those that are finished.
+    """
+    dense = _dense_figures(sweep, config)
+    try:
+        cell = {**_pruned_figures(sweep, _with_bos(config, dense), shared), "dense": dense}
+    except UserError as error:
+        raise UserError(f"{label}: {error}") from error
+    if note := _damage(sweep, config, cell, cells):
+        warn(f"{label}: {note}")
+        cell["report"]["warnings"].append(note)
+    return cell
 
 
 @dataclass
@@ -201,15 +223,15 @@ def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict
 def _dense_figures(sweep: _Sweep, config: PruneConfig) -> dict:
     """_measured() of the dense model; it is saved, and all cells with the same evaluation read it."""
     evaluation = config.select("eval", "bos", "place")
-    path = _cell_path(sweep, PruneConfig(**evaluation).resolved(), prefix="dense-")
-    if path.is_file():
-        return _read(path, _DENSE_KEYS)
+    path, ranks = _cell_path(sweep, PruneConfig(**evaluation).resolved(), prefix="dense-"), Ranks.current()
+    if (kept := ranks.share(lambda: _kept(path, _DENSE_KEYS))) is not None:
+        return kept
     figures = _measured(sweep, config)
     vocabulary = sweep.model.config.get_text_config().vocab_size
     for text in figures["perplexity"]:
         if note := check_dense(text["perplexity"], vocabulary, text["source"]):
             warn(note)
-    _write(path, figures)
+    ranks.share(lambda: _write(path, figures))
     return figures
 
 
@@ -235,7 +257,8 @@ def _measured(sweep: _Sweep, config: PruneConfig) -> dict:
     tasks = sweep.recipe.tasks
     if not tasks:
         return {**figures, "lm_eval": None}
-    results = evaluate_tasks(sweep.model, sweep.tokenizer, tasks, **asdict(sweep.tasks), progress=sweep.progress)
+    settings = {**asdict(sweep.tasks), "progress": sweep.progress}
+    results = Ranks.current().share(lambda: evaluate_tasks(sweep.model, sweep.tokenizer, tasks, **settings))
     return {**figures, "lm_eval": results}
 
 
@@ -264,10 +287,23 @@ def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
         "limit": sweep.tasks.limit,
         "shared": sweep.recipe.share_statistics,
     }
+    if not (ranks := Ranks.current()).alone:
+        facts["windows"] = ranks.division
     if sweep.tasks.data_dir is not None:
         facts["data_dir"] = str(Path(sweep.tasks.data_dir).resolve())
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return sweep.folder / f"{prefix}{key}.json"
+
+
+def _kept(path: Path, keys: Iterable[str]) -> dict | None:
+    """What an earlier sweep wrote; None if there is no such file."""
+    return _read(path, keys) if path.is_file() else None
+
+
+def _written(path: Path, values: dict, keys: Iterable[str]) -> dict:
+    """Writes a file, and returns what is read from it."""
+    _write(path, values)
+    return _read(path, keys)
 
 
 def _read(path: Path, keys: Iterable[str]) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from ..engine.decode import Decoder, cache_bytes
 from ..engine.device import evaluating, model_device
 from ..engine.memory import free_memory
+from ..engine.ranks import ALONE, Ranks
 from ..engine.resume import Unfinished
 from ..errors import UserError, show
 from ..model.targets import check_length
@@ -34,6 +36,7 @@ def sample_tokens(
     nsamples: int,
     seqlen: int,
     seed: int,
+    ranks: Ranks = ALONE,
     progress: bool = True,
     unfinished: Unfinished | None = None,
 ) -> Tensor:
@@ -52,6 +55,7 @@ def sample_tokens(
         nsamples: number of windows.
         seqlen: tokens in each.
         seed: of the draws.
+        ranks: the processes that divide the windows; each gets all of them.
         progress: show a bar or lines of progress on standard error.
         unfinished: saves the finished windows about every minute, for an interrupted run; None: never.
 
@@ -66,27 +70,49 @@ def sample_tokens(
     uniforms = torch.rand(
         nsamples, seqlen, dtype=torch.float64, device="cpu", generator=torch.Generator("cpu").manual_seed(seed)
     )
+    groups = [uniforms[group.windows.start : group.windows.stop] for group in ranks.groups(nsamples)]
+    longest = max(ranks.gather(max(map(len, groups), default=0)))  # batches of one size, whoever draws them
     saved = None if unfinished is None else unfinished.load()
     tokens = torch.empty(0, seqlen, dtype=torch.int64, device="cpu") if saved is None else saved[0]["tokens"]
-    label = "write text" if progress else None
-    bar = progress_bar(total=uniforms.numel(), initial=tokens.numel(), label=label, unit="tokens")
+    total, label = sum(group.numel() for group in groups), "write text" if progress else None
+    bar = progress_bar(total=total, initial=tokens.numel(), label=label, unit="tokens")
     with evaluating(model), bar:
-        size, decoder = _batch_size(model, nsamples, seqlen, start_token), None
-        while len(tokens) < nsamples:
-            bar.n = tokens.numel()
-            try:
-                decoder = decoder or Decoder(model, size, seqlen)
-                part = decoder.draw(uniforms[len(tokens) :][:size], start_token, bar.update)
-            except torch.OutOfMemoryError:
-                part = None  # go on outside of the handler: the traceback holds the tensors
-            if part is None:
-                decoder, size = None, _smaller(size, model_device(model), seqlen)
-                continue
-            tokens = torch.cat([tokens, part])
-            if unfinished is not None and unfinished.due():
-                unfinished.save({"tokens": tokens}, {})
+        batches = _Batches(model, start_token, longest, seqlen)
+        done = 0
+        for group in groups:
+            done += len(group)
+            while len(tokens) < done:
+                bar.n = tokens.numel()
+                tokens = torch.cat([tokens, batches.draw(group[len(tokens) - done :], bar.update)])
+                if unfinished is not None and unfinished.due():
+                    unfinished.save({"tokens": tokens}, {})
+    tokens = torch.cat(ranks.gather(tokens))
     _refuse_repetition(tokens)
     return tokens
+
+
+class _Batches:
+    """Draws windows in batches of one size, which becomes smaller when the memory runs out.
+
+    Args:
+        model, start_token, seqlen: as sample_tokens().
+        windows: number of windows that are drawn in a row.
+    """
+
+    def __init__(self, model: nn.Module, start_token: int, windows: int, seqlen: int):
+        self._model, self._start_token, self._seqlen = model, start_token, seqlen
+        self._size = _batch_size(model, windows, seqlen, start_token)
+        self._decoder: Decoder | None = None
+
+    def draw(self, uniforms: Tensor, advance: Callable[[int], object]) -> Tensor:
+        """The windows of the next batch, [b <= S, L] int64, from the numbers [S, L] of the windows that are left."""
+        while True:
+            try:
+                self._decoder = self._decoder or Decoder(self._model, self._size, self._seqlen)
+                return self._decoder.draw(uniforms[: self._size], self._start_token, advance)
+            except torch.OutOfMemoryError:
+                self._decoder = None  # go on outside of the handler: the traceback holds the tensors
+            self._size = _smaller(self._size, model_device(self._model), self._seqlen)
 
 
 def start_token_of(model: nn.Module, tokenizer: Any, given: str | int | None = None) -> int:

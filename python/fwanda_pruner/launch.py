@@ -1,0 +1,269 @@
+"""One process of a command that torchrun has started: how it joins the others, and how the job ends when one fails.
+
+Of one process nothing of this applies. The variables of the environment are those of torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
+
+from .errors import UserError, one_line
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PATIENCE = timedelta(days=7)  # for ranks that wait while the first writes or runs tasks; a dead one shows at once
+_FAILED = "failed"  # a key of the store: how many ranks told of a failure
+_DIVIDED = ("prune", "calibrate", "evaluate", "sweep", "sample")  # functions of the commands that ranks can share
+_CLAIM_SECONDS = 5.0  # in which a dead rank shows: first its connections close, then the process is gone
+_STUCK_SECONDS = 10.0  # after which a rank that was told to stop, but waits for a GPU, ends
+
+
+def is_rank() -> bool:
+    """Whether torchrun started this process."""
+    return all(name in os.environ for name in _VARIABLES)
+
+
+def is_first() -> bool:
+    """Whether this process may print and write files: rank 0, or the only one."""
+    return not is_rank() or _number("RANK") == 0
+
+
+def device_of(name: str) -> str:
+    """The device of this process for a setting `device`: each rank of a machine gets a GPU of its own.
+
+    Raises:
+        UserError: there are more ranks than GPUs, or the setting names one GPU for all.
+    """
+    if not is_rank() or name == "cpu":
+        return name
+    import torch
+
+    local, count = _number("LOCAL_RANK", "0"), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto" and not count:
+        return name
+    if name not in ("auto", "cuda"):
+        raise UserError(f"--device {name} names one GPU for all ranks; leave it out, and each rank gets its own")
+    if local >= count:
+        raise UserError(f"rank {local} of this machine has no GPU, it has {count}; use --nproc-per-node {count}")
+    torch.cuda.set_device(local)
+    return f"cuda:{local}"
+
+
+class Job:
+    """The ranks of a command, for as long as it runs.
+
+    Other ranks than the first print nothing: their streams go nowhere. A rank that fails says so in the store that all
+    ranks share, prints one line and ends; torchrun then stops the others. Those look into the store, and print nothing
+    if a line was printed. If none was, a rank was killed, and the first that finds it gone prints the line.
+    """
+
+    def __init__(self):
+        self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
+        self._error_stream: TextIO = sys.stderr
+        self._store = None
+        self._server = None  # of the store, where torchrun holds none
+        if self.rank > 0:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+
+    def join(self) -> None:
+        """Joins the process group.
+
+        Raises:
+            UserError: the other ranks cannot be reached.
+        """
+        import torch
+        import torch.distributed as dist
+
+        place = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+        attempt = f"fwanda {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        try:
+            if self.rank == 0 and not _torchrun_holds_store():
+                self._server = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
+            # two connections: while the ranks meet, one of them waits, and cannot tell of a failure
+            self._store, meeting = (dist.PrefixStore(attempt, dist.TCPStore(*place, is_master=False)) for _ in range(2))
+            self._store.set(_process_key(self.rank), f"{os.getpid()} {socket.gethostname()}")
+            group = {"rank": self.rank, "world_size": self.size, "timeout": _PATIENCE}
+            dist.init_process_group(backend, store=dist.PrefixStore("group", meeting), **group)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"the ranks cannot reach each other: {one_line(error)}") from error
+
+    def leave(self) -> None:
+        """Waits for the other ranks at the end of a command, and leaves the process group."""
+        import torch.distributed as dist
+
+        from .engine.ranks import Ranks
+
+        Ranks.current().gather(None)
+        dist.destroy_process_group()
+
+    def explain(self, message: str, *, own: bool) -> str | None:
+        """The line about a failure that this rank shall print; None if another rank prints it.
+
+        Args:
+            message: about the error of this rank.
+            own: whether it began here; else the rank was told to stop, or lost the connection to another.
+        """
+        if self._store is None:  # at its start: all ranks fail alike, and the first ends the others
+            if self.rank:
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(_CLAIM_SECONDS)
+            return self._named(message)
+        if own:
+            return self._named(message) if self._claims() else None
+        end = time.monotonic() + _CLAIM_SECONDS
+        while time.monotonic() < end:
+            if self._claimed():
+                return None
+            if (dead := self._dead_rank()) is not None:
+                return _killed(dead, self.size) if self._claims() else None
+            time.sleep(0.1)
+        if (missing := self._missing_rank()) is not None:
+            message = f"rank {missing} of {self.size} did not start, so all ranks stop"
+        else:
+            message = self._named(message)
+        return message if self._claims() else None
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Inside the block, lines on standard error appear, whichever rank this is."""
+        sys.stderr, before = self._error_stream, sys.stderr
+        try:
+            yield
+        finally:
+            sys.stderr = before
+
+    def _named(self, message: str) -> str:
+        return f"rank {self.rank} of {self.size}: {message}"
+
+    def _claims(self) -> bool:
+        """Whether this rank is the first to tell of a failure."""
+        try:
+            return self._store.add(_FAILED, 1) == 1
+        except RuntimeError:  # the store was that of the rank that failed
+            return self.rank == min(1, self.size - 1)
+
+    def _claimed(self) -> bool:
+        try:
+            return self._store.add(_FAILED, 0) > 0
+        except RuntimeError:
+            return False
+
+    def _missing_rank(self) -> int | None:
+        """A rank that never reached the others; None if there is none."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            return next((r for r in range(self.size) if not self._store.check([_process_key(r)])), None)
+        return None
+
+    def _dead_rank(self) -> int | None:
+        """A rank of this machine whose process is gone; None if there is none."""
+        try:
+            for rank in range(self.size):
+                if self._store.check([_process_key(rank)]):
+                    process, machine = self._store.get(_process_key(rank)).decode().split(" ", 1)
+                    if machine == socket.gethostname() and not _runs(int(process)):
+                        return rank
+        except RuntimeError:  # the store is gone, and with it rank 0, unless torchrun held the store
+            return None if _torchrun_holds_store() else 0
+        return None
+
+
+@contextlib.contextmanager
+def joined(job: Job | None, run: Callable) -> Iterator[None]:
+    """Inside the block, the ranks of a job share the work of a command; of one process, nothing happens.
+
+    Args:
+        job: None: there is one process.
+        run: the function of the command.
+
+    Raises:
+        UserError: the command does not divide its work, or the other ranks cannot be reached.
+    """
+    if job is None:
+        yield
+        return
+    if run.__name__ not in _DIVIDED:
+        raise UserError(f"fwanda {run.__name__} runs in one process; start it without torchrun")
+    job.join()
+    yield
+    job.leave()
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or any(name in str(error).lower() for name in ("gloo", "nccl"))
+
+
+@contextlib.contextmanager
+def ended_if_stuck(end: Callable[[], None]) -> Iterator[None]:
+    """Inside the block, a process that got SIGTERM and still runs some seconds later calls `end`, from a thread.
+
+    Python handles a signal only between two of its instructions, and a rank may wait in one for a rank that is gone.
+    """
+    try:
+        reading, writing = socket.socketpair()
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    except ValueError:  # not the main thread
+        yield
+        return
+
+    def watch() -> None:
+        while number := reading.recv(1):
+            if number[0] == signal.SIGTERM:
+                time.sleep(_STUCK_SECONDS)
+                end()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writing.close()
+
+
+def _torchrun_holds_store() -> bool:
+    """Whether the store outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _process_key(rank: int) -> str:
+    """Where the store has the number of a rank's process, and the name of its machine."""
+    return f"process {rank}"
+
+
+def _killed(rank: int, size: int) -> str:
+    return (
+        f"rank {rank} of {size} was killed, perhaps because memory ran out, so all ranks stop; fwanda prune goes on "
+        f"with --resume"
+    )
+
+
+def _runs(process: int) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _number(name: str, default: str | None = None) -> int:
+    text = os.environ.get(name, default)
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise UserError(f"the variable {name} must be a number, got {text!r}; start the ranks by torchrun") from None
