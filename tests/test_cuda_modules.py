@@ -8,8 +8,10 @@ import pytest
 import torch
 from helpers_cuda import fake_driver, parameter_sizes, resources
 
+import fwanda_kernels as fk
 from fwanda_kernels._build import PACKAGE
 from fwanda_kernels._obs import RULES, Block, ObsCall
+from fwanda_kernels.ops.packed import CHUNK_COLUMNS, TILE_ROWS
 from fwanda_kernels.testing import make_keep, make_scale, make_weight
 
 compiling = runpy.run_path(str(PACKAGE / "_backends" / "cuda" / "compile.py"))
@@ -29,7 +31,7 @@ def backend():
     if not torch.cuda.is_available():
         fake_driver()
     from fwanda_kernels._backends import cuda
-    from fwanda_kernels._backends.cuda import obs, select, sparse24, stats, threshold  # noqa: F401
+    from fwanda_kernels._backends.cuda import obs, packed, select, sparse24, stats, threshold  # noqa: F401
 
     return cuda
 
@@ -143,6 +145,20 @@ def test_structs_and_constants_of_obs_are_those_of_the_kernel(backend):
     expect_layouts("obs", obs.BLOCK)
 
 
+def test_structs_and_constants_of_packed_weights_are_those_of_the_kernel(backend):
+    packed, layout = backend.packed, backend.packed.PACKED
+    claims = [f"32 * kWarps == {packed.THREADS}", f"kWarps == {packed.WARPS}", f"kTiles == {packed.TILES}"]
+    claims += [f"kSplit == {packed.SPLIT}", f"kSharedBytes + 4096 == {packed.SHARED_BYTES}"]
+    claims += [f"kTileRows == {TILE_ROWS}", f"kChunkColumns == {CHUNK_COLUMNS}", f"kMaxStages >= {packed.STAGES}"]
+    expect("packed", *claims, *claims_of(layout))
+    assert (packed.TILE_ROWS, packed.CHUNK_COLUMNS) == (TILE_ROWS, CHUNK_COLUMNS) and packed.STAGE_BYTES % 128 == 0
+
+
+@pytest.mark.parametrize("groups, chunks, size", [(1, 1, 1), (64, 16, 4), (172, 16, 1), (64, 43, 4), (1, 400, 8)])
+def test_a_cluster_fills_the_card_and_every_warp_has_a_chunk(backend, groups, chunks, size):
+    assert backend.packed.cluster_size(groups, chunks, 132) == size
+
+
 # launches
 
 
@@ -155,6 +171,7 @@ def plans(backend) -> dict[str, list]:
     bad, mask = torch.zeros(3, dtype=torch.int32), torch.empty(64, 256, dtype=torch.bool)
     tokens = torch.ones(64, dtype=torch.bool)
     accs, scratch = [torch.zeros(w.shape[1]) for w in (weight, narrow)], torch.empty(4096)
+    bits = fk.pack_weight(weight)
     values, meta = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.int16)
     select, stats, sparse24 = backend.select, backend.stats, backend.sparse24
     return {
@@ -168,6 +185,9 @@ def plans(backend) -> dict[str, list]:
         "keep mask": sparse24.plan_keep(narrow, scales[0][1:253], 1, bad, mask),
         "compress": sparse24.plan_compress(weight, scales[0], bad, values, meta),
         "threshold": threshold_plan(backend, [weight, narrow], 1000),
+        "unpack": backend.packed.plan_unpack(bits, 64, 256, weight),
+        "linear": backend.packed.plan_linear(weight[:3], bits, None, weight[:3, :64], 132),
+        "linear of 9 tokens": backend.packed.plan_linear(weight[:9], bits, scales[0], weight[:9, :64], 132),
         **{f"obs {rule}": obs_plan(backend, weight, rule) for rule in RULES},
     }
 

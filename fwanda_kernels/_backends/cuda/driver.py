@@ -18,6 +18,7 @@ _MAX_SHARED = 48 * 1024  # bytes of dynamic shared memory that a kernel may have
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _WRONG_IMAGE = (200, 209, 500)  # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, NOT_FOUND
 _ARGUMENTS = {
@@ -38,10 +39,8 @@ _ARGUMENTS = {
     "cuGetErrorString": [c_int, c_void_p],
 }
 
-_ATTRIBUTE = Struct("i4xi60x")  # CUlaunchAttribute: id, value
+_ATTRIBUTE = Struct("i4x3I52x")  # CUlaunchAttribute: id, value
 _CONFIG = Struct("7IPPI0P")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
-_early = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC, 1), _ATTRIBUTE.size)
-_ATTRIBUTES = {False: (0, 0), True: (ctypes.addressof(_early), 1)}
 
 
 class DriverError(RuntimeError):
@@ -72,6 +71,7 @@ class Launch(NamedTuple):
         parameters: the bytes of each parameter, in order.
         shared: bytes of dynamic shared memory.
         early: it may start while the kernel before it ends, and waits for that one itself.
+        cluster: blocks of a cluster, which are neighbours in x.
     """
 
     module: tuple[str, str]
@@ -82,6 +82,7 @@ class Launch(NamedTuple):
     shared: int = 0
     blocks_y: int = 1
     early: bool = False
+    cluster: int = 1
 
 
 class _Function:
@@ -153,10 +154,13 @@ class Device:
                 call("cuMemsetD8Async", step.address, 0, step.size, stream)
 
     def _launch(self, function: _Function, step: Launch, stream: int) -> None:
-        _, _, blocks, threads, parameters, shared, blocks_y, early = step
+        _, _, blocks, threads, parameters, shared, blocks_y, early, cluster = step
         if shared > function.max_shared:
             function.allow_shared(shared)
-        config = _CONFIG.pack(blocks, blocks_y, 1, threads, 1, 1, shared, stream, *_ATTRIBUTES[early])
+        attributes = _attributes(early, cluster)
+        address = ctypes.addressof(attributes) if attributes else 0
+        count = len(attributes) // _ATTRIBUTE.size
+        config = _CONFIG.pack(blocks, blocks_y, 1, threads, 1, 1, shared, stream, address, count)
         # the array points at the bytes objects and keeps them alive; the driver copies them during the call
         pointers = (c_char_p * len(parameters))(*parameters)
         if code := self._launch_kernel(config, function.handle, pointers, None):
@@ -181,6 +185,15 @@ class Device:
                 raise
             finally:
                 call("cuThreadExchangeStreamCaptureMode", byref(mode))
+
+
+@cache
+def _attributes(early: bool, cluster: int) -> ctypes.Array | tuple[()]:
+    """The launch attributes, one after the other; they stay where they are."""
+    packed = _ATTRIBUTE.pack(_PROGRAMMATIC, 1, 0, 0) if early else b""
+    if cluster > 1:
+        packed += _ATTRIBUTE.pack(_CLUSTER, cluster, 1, 1)
+    return ctypes.create_string_buffer(packed, len(packed)) if packed else ()
 
 
 def call(function: str, *arguments) -> None:
