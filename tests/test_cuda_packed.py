@@ -11,7 +11,8 @@ if not torch.cuda.is_available():
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
-SHAPES = [(1, 8), (16, 256), (17, 264), (130, 1000), (64, 4096), (300, 2056), (4096, 512), (48, 11008), (33, 255), (5, 7)]
+SHAPES = [(1, 8), (16, 256), (17, 264), (130, 1000), (64, 4096), (300, 2056), (4096, 512), (48, 11008)]
+SHAPES += [(33, 255), (5, 7)]  # no multiples of 8: through the reference
 MASKS = ["half", "none", "all", "few", "rows differ", "columns differ", "blocks"]
 
 
