@@ -150,7 +150,8 @@ def test_structs_and_constants_of_packed_weights_are_those_of_the_kernel(backend
     claims = [f"32 * kWarps == {packed.THREADS}", f"kWarps == {packed.WARPS}", f"kTiles == {packed.TILES}"]
     claims += [f"kSplit == {packed.SPLIT}", f"kSharedBytes + 4096 == {packed.SHARED_BYTES}"]
     claims += [f"kTileRows == {TILE_ROWS}", f"kChunkColumns == {CHUNK_COLUMNS}", f"kMaxStages >= {packed.STAGES}"]
-    expect("packed", *claims, *claims_of(layout))
+    expect("packed", *claims)
+    expect_layouts("packed", layout)
     assert (packed.TILE_ROWS, packed.CHUNK_COLUMNS) == (TILE_ROWS, CHUNK_COLUMNS) and packed.STAGE_BYTES % 128 == 0
 
 

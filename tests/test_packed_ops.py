@@ -14,7 +14,7 @@ from fwanda_kernels.testing import WEIGHT_DTYPES, make_weight
 dtypes = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 SHAPES = [(1, 1), (3, 5), (16, 256), (17, 257), (33, 576), (40, 100), (64, 700), (0, 5), (5, 0)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-BACKENDS = ["reference", *(["native"] if find_library("cpu") else [])]
+BACKENDS = ["reference", *(["native"] if find_library() else [])]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-21}
 
@@ -136,7 +136,7 @@ def test_product_agrees_with_fp64(tokens, backend, dtype):
             assert bool(((found.double() - expected).abs() <= EPS[dtype] * largest).all()), name
 
 
-@pytest.mark.skipif(find_library("cpu") is None, reason="not built: python -m fwanda_kernels --build cpu")
+@pytest.mark.skipif(find_library() is None, reason="not built: python -m fwanda_kernels --build cpu")
 @dtypes
 def test_product_does_not_depend_on_the_number_of_threads(dtype):
     weight, x = make_weight(512, 640, dtype), make_weight(4, 640, dtype, seed=1)
@@ -151,7 +151,7 @@ def test_product_does_not_depend_on_the_number_of_threads(dtype):
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.skipif(find_library("cpu") is None, reason="not built: python -m fwanda_kernels --build cpu")
+@pytest.mark.skipif(find_library() is None, reason="not built: python -m fwanda_kernels --build cpu")
 @pytest.mark.parametrize("isa", ["plain", "avx2"])
 def test_older_instructions_give_the_same_products(isa, tmp_path):
     code = """if True:
@@ -207,7 +207,7 @@ def test_what_is_no_whole_packed_weight_is_refused_in_one_line():
 
 
 @pytest.mark.fault("packed file")
-@pytest.mark.skipif(find_library("cpu") is None, reason="not built: python -m fwanda_kernels --build cpu")
+@pytest.mark.skipif(find_library() is None, reason="not built: python -m fwanda_kernels --build cpu")
 def test_bits_that_do_not_fit_their_offsets_are_refused_and_read_nothing_else():
     weight = make_weight(16, 256, torch.bfloat16)
     packed = fk.pack_weight(weight, random_mask(16, 256, 0.2))
