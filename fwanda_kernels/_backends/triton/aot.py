@@ -25,7 +25,8 @@ def compile_kernels(arch: int | str, dtype: str = "bf16") -> dict[str, tuple[int
         dtype: "bf16", "fp16" or "fp32", of weights and activations.
 
     Returns:
-        Name of kernel and signature -> (registers per thread, spills per thread: bytes of local memory, or AMD's registers).
+        Name of kernel and signature -> (registers per thread, bytes spilled to local memory per thread, or registers
+        on AMD).
 
     Raises:
         RuntimeError: Triton's cuobjdump is missing.

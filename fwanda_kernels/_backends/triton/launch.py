@@ -17,13 +17,14 @@ from torch import Tensor
 _compiled: dict[tuple, tuple] = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], *args: Tensor | int | None, **constants) -> None:
-    """Run a kernel on the device of the first tensor, without fused multiply-adds.
+def launch(kernel, grid: tuple[int, int, int], *args: Tensor | int | None, fma: bool = False, **constants) -> None:
+    """Run a kernel on the device of the first tensor.
 
     Args:
         kernel: a function under @triton.jit, whose constexpr parameters come last.
         grid: programs along three axes.
         args: for the other parameters, in their order; None where the kernel does not read it.
+        fma: whether products and sums may be fused; one value for each kernel.
         constants: the constexpr parameters and options such as num_warps, in the same order at each call.
     """
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
@@ -35,7 +36,7 @@ def launch(kernel, grid: tuple[int, int, int], *args: Tensor | int | None, **con
     found = _compiled.get(key)
     with place:
         if found is None:
-            compiled = kernel[grid](*args, **constants, enable_fp_fusion=False)
+            compiled = kernel[grid](*args, **constants, enable_fp_fusion=fma)
             if compiled is not None:  # interpreted kernels return nothing
                 tail = tuple(constants[name] for name in kernel.arg_names if name in constants)
                 _compiled[key] = (compiled, tail)
@@ -66,7 +67,7 @@ def find(starts, count, BLOCK_L: tl.constexpr):
 
 
 def table_of(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
-    """[fields, L] int64 on the device of `like`, from an entry of fields for each of L tensors, for a grouped launch."""
+    """[fields, L] int64 on the device of `like`, for a grouped launch, from an entry for each of L tensors."""
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     return _table(tuple(entries), like.device, stream)
 

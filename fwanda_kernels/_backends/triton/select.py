@@ -268,7 +268,7 @@ def _foreach_row_topk_kernel(
 
 
 def parts_of(cols: int, simd: bool) -> dict[str, int | bool]:
-    """PARTS, SIZE, FULL, SIMD and num_warps for rows of so many columns. A thread holds a multiple of 8 of each part."""
+    """The kernels' constants for rows of so many columns. A thread holds 8 columns of each part, or a multiple of 8."""
     if cols <= 256:
         size, warps = max(32, triton.next_power_of_2(cols)), 1
     else:

@@ -19,10 +19,10 @@ from .common import (
     flag,
     flag_scale,
     magnitude_bits,
-    on_device,
     score_key,
     serves,
 )
+from .launch import launch
 
 MAX_GROUP = 32
 TILE, WARPS = 2048, 4
@@ -75,11 +75,11 @@ def tile_of(rows: int, cols: int, m: int) -> tuple[int, int, int]:
 def _launch(weight: Tensor, scale: Tensor, out: Tensor, n: int, m: int, bad: Tensor, prune: bool) -> None:
     rows, cols = weight.shape
     block_r, block_g, m2 = tile_of(rows, cols, m)
-    with on_device(weight):
-        _nm_kernel[(triton.cdiv(rows, block_r), triton.cdiv(cols, block_g * m))](
-            weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(), n,
-            M=m, M2=m2, BLOCK_R=block_r, BLOCK_G=block_g, PRUNE=prune, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _nm_kernel, (triton.cdiv(rows, block_r), triton.cdiv(cols, block_g * m), 1),
+        weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(), n,
+        M=m, M2=m2, BLOCK_R=block_r, BLOCK_G=block_g, PRUNE=prune, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
@@ -160,11 +160,11 @@ def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tens
     values = torch.empty(rows, cols // 2, dtype=weight.dtype, device=weight.device)
     meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
     codes = new_flag(weight) if bad is None else bad
-    with on_device(weight):
-        _compress_24_kernel[(rows // 32 * triton.cdiv(cols, PACK_C),)](
-            weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
-            BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _compress_24_kernel, (rows // 32 * triton.cdiv(cols, PACK_C), 1, 1),
+        weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
+        BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS,
+    )  # fmt: skip
     if bad is None:
         raise_if_bad("compress_24", codes)
     return values, meta

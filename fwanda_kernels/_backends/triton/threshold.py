@@ -27,9 +27,9 @@ from .common import (
     flag,
     flag_scale,
     in_vectors,
-    on_device,
     serves,
 )
+from .launch import launch
 
 SAMPLE = 1 << 21
 BIN_BITS = tl.constexpr(16)
@@ -187,8 +187,7 @@ def select_threshold(
         return NotImplemented
     codes = new_flag(weights[0]) if bad is None else bad
     row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
-    with on_device(weights[0]):
-        keep = _select(weights, row_scales, col_scales, total, codes)
+    keep = _select(weights, row_scales, col_scales, total, codes)
     if bad is None:
         raise_if_bad("select_threshold", codes)
     return keep
@@ -211,9 +210,9 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
 
     def count(final: bool) -> None:
         for like, first, programs in groups:
-            _count_kernel[(programs,)](
-                like, table, tile_map, state, histogram, above, inside, bad, first,
-                FINAL=final, VECTORS=vectors, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
+            launch(
+                _count_kernel, (programs, 1, 1), like, table, tile_map, state, histogram, above, inside, bad, first,
+                FINAL=final, VECTORS=vectors, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
             )  # fmt: skip
 
     for _ in range(PASSES):
@@ -245,8 +244,9 @@ def _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad) 
         before += weight.numel()
         begin, end = end, before * drawn // size
         work = max(end - begin, rows, cols)
-        _sample_kernel[(triton.cdiv(work, BLOCK),)](
+        launch(
+            _sample_kernel, (triton.cdiv(work, BLOCK), 1, 1),
             weight, row_scales[i], col_scales[i], sample[begin:], table, tile_map, bad, i, end - begin, first_row,
-            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
         first_row += rows
