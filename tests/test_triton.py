@@ -50,11 +50,19 @@ def check_row_topk(kind: str, rows: int = 5, cols: int = 100) -> None:
 
 
 def check_nm(kind: str) -> None:
-    for n, m, cols in ((2, 4, 64), (3, 8, 40), (2, 5, 35)):
+    for n, m, cols in ((2, 4, 64), (1, 4, 36), (3, 8, 40), (2, 5, 35)):
         weight, scale = make_weight(3, cols, DTYPE_OF[kind], kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
         expected = reference.nm_mask(weight, scale, n, m, None)
         assert_masks_equal(ours.nm_mask(weight, scale, n, m, None), expected)
         prunes_alike("nm_prune_", weight, scale, n, m)
+
+
+def check_nm_of_infinite_scores() -> None:
+    """Finite weights whose scores overflow, so that infinities are ties."""
+    weight = torch.tensor([[1e30, 2e30, 1, 3e30, 3e38, 1, 1e-30, 2e38]] * 2, device=DEVICE)
+    scale = torch.full((8,), 1e30, device=DEVICE)
+    assert_masks_equal(ours.nm_mask(weight, scale, 2, 4, None), reference.nm_mask(weight, scale, 2, 4, None))
+    prunes_alike("nm_prune_", weight, scale, 2, 4)
 
 
 def threshold_lists(kind: str) -> tuple[list, list, list, int]:
@@ -240,6 +248,7 @@ CASES |= OBS_CASES | REMOVED_CASES
 CASES |= {
     check.__name__[6:]: (check,)
     for check in (
+        check_nm_of_infinite_scores,
         check_missed_bracket,
         check_small_sample,
         check_rows_of_many_parts,

@@ -106,7 +106,11 @@ def _removed_cases(weight: str, strides: list, major: int) -> Iterator[tuple]:
 
 
 def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
-    for n, m, prune in ((2, 4, False), (2, 4, True), (4, 8, True), (2, 5, True), (8, 16, True)):
+    for prune in (False, True):
+        constants = {"BLOCK_R": sparse24.TILE_R, "BLOCK_C": sparse24.TILE_C, "PRUNE": prune}
+        types = [weight, "*fp32", weight if prune else "*u8", "*i32", "i32", "i32", *strides, *strides]
+        yield f"2:4 prune={prune}", sparse24._24_kernel, types, constants, {"num_warps": sparse24.WARPS}
+    for n, m, prune in ((1, 4, False), (4, 8, True), (2, 5, True), (8, 16, True)):
         block_r, block_g, m2 = sparse24.tile_of(4096, 4080, m)
         constants = {"M": m, "M2": m2, "BLOCK_R": block_r, "BLOCK_G": block_g, "PRUNE": prune}
         types = [weight, "*fp32", weight if prune else "*u8", "*i32", "i32", "i32", *strides, *strides, "i32"]
