@@ -61,7 +61,7 @@ def _cases(weight: str, arch: int | str) -> Iterator[tuple]:
     types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
     constants = {"TILE_R": threshold.TILE_R, "BLOCK": threshold.BLOCK}
     yield "sample", threshold._sample_kernel, types, constants, plain
-    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
+    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32", "i32"]
     for final in (False, True):
         constants = {"FINAL": final, "VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
         yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
