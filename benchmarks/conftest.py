@@ -1,7 +1,7 @@
 """`pytest benchmarks/ --benchmark`: every op against naive torch, checked on the same inputs before it is timed.
 
 Prints the table of pytest-benchmark and a table of rates, and writes one JSON file to .benchmarks, which git ignores.
-`--results benchmarks/results` adds it to the results that the pages show. `--backend triton` measures one backend alone.
+`--results benchmarks/results` adds it to the results that the pages show. `--backend triton` measures one backend.
 On a busy machine a warning says so.
 """
 

@@ -14,8 +14,6 @@ from triton.compiler import ASTSource
 
 from . import common, obs, removed, select, sparse24, stats, threshold
 
-_COLUMNS = (4096, 11008)
-
 
 def compile_kernels(arch: int | str, dtype: str = "bf16") -> dict[str, tuple[int, int]]:
     """Compile all kernels for typical signatures.
@@ -118,19 +116,15 @@ def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
 
 
 def _row_topk_cases(weight: str, strides: list, simd: bool) -> Iterator[tuple]:
-    for cols, prune in ((4096, False), *((c, True) for c in _COLUMNS)):
-        constants = select.parts_of(cols, simd)
-        options = {"num_warps": constants.pop("num_warps")}
+    constants = select.parts_of(4096, simd)
+    options = {"num_warps": constants.pop("num_warps")}
+    for prune in (False, True):
         types = [weight, "*fp32", "*i64", weight if prune else "*u8", "*i32", "i32", *strides, *strides]
-        yield f"row_topk C={cols} prune={prune}", select._row_topk_kernel, types, constants | {"PRUNE": prune}, options
-    constants |= {"VECTORS": True, "BLOCK_L": 256}
-    yield (
-        "foreach_row_topk",
-        select._foreach_row_topk_kernel,
-        [weight, "*i64", "*i32", "i32", "i32"],
-        constants,
-        options,
-    )
+        yield f"row_topk C=4096 prune={prune}", select._row_topk_kernel, types, constants | {"PRUNE": prune}, options
+    constants = select.parts_of(11008, simd) | {"VECTORS": True, "BLOCK_L": 256}
+    options = {"num_warps": constants.pop("num_warps")}
+    types = [weight, "*i64", "*i32", "i32", "i32"]
+    yield "foreach_row_topk C=11008", select._foreach_row_topk_kernel, types, constants, options
 
 
 def _compile(arch: int | str, kernel, types: list, constants: dict, options: dict) -> tuple[int, int]:

@@ -34,7 +34,6 @@ SPAN = tl.constexpr(10 << 7)
 BISECT_EVERY, BISECT_FROM = tl.constexpr(8), tl.constexpr(16)
 MOST_COLUMNS = 1 << 16
 MOST_COLUMNS_A_THREAD = {True: 96, False: 48}  # with SIMD, without: the most that need no spills
-MOST_PARTS = 7  # more take long to compile
 CELLS = tl.constexpr(1 << 14)
 MANY = tl.constexpr(16)  # a bucket with more than 1 / MANY of the row holds ties
 
@@ -268,14 +267,14 @@ def _foreach_row_topk_kernel(
 
 
 def parts_of(cols: int, simd: bool) -> dict[str, int | bool]:
-    """The kernels' constants for rows of so many columns. A thread holds 8 columns of each part, or a multiple of 8."""
+    """The kernels' constants for rows of so many columns. A thread holds 8 or 16 columns of each part."""
     if cols <= 256:
         size, warps = max(32, triton.next_power_of_2(cols)), 1
     else:
         warps = min(16, triton.next_power_of_2(triton.cdiv(cols, 32 * MOST_COLUMNS_A_THREAD[simd])))
-        size = 256 * warps
-        while triton.cdiv(cols, size) > MOST_PARTS:
-            size *= 2
+        size = 512 * warps
+        if 16 * (triton.cdiv(cols, size) * size - cols) > cols:  # smaller parts waste less, but take long to compile
+            size //= 2
     parts = triton.cdiv(cols, size)
     return {"PARTS": parts, "SIZE": size, "FULL": cols == parts * size, "SIMD": simd, "num_warps": warps}
 
