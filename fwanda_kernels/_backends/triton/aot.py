@@ -116,7 +116,7 @@ def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
 
 
 def _row_topk_cases(weight: str, strides: list, simd: bool) -> Iterator[tuple]:
-    constants = select.parts_of(4096, simd)
+    constants = dict(select.parts_of(4096, simd))
     options = {"num_warps": constants.pop("num_warps")}
     for prune in (False, True):
         types = [weight, "*fp32", "*i64", weight if prune else "*u8", "*i32", "i32", *strides, *strides]

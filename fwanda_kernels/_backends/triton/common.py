@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import _checks
-from .launch import launch
+from .launch import launch, power_of_2
 
 INFINITE_BITS = tl.constexpr(0x7F800000)
 BAD_WEIGHT = tl.constexpr(_checks.BAD_WEIGHT)
@@ -78,7 +78,7 @@ def check_values(op: str, weight: Tensor, scale: Tensor, keep: Tensor | None = N
     """Raise ValueError if a value does not fit; waits for the device, and reads the weight once more."""
     rows, cols = weight.shape
     bad = _checks.new_flag(weight)
-    block = min(4096, max(128, triton.next_power_of_2(cols)))
+    block = min(4096, max(128, power_of_2(cols)))
     launch(
         _check_kernel, (rows, 1, 1), weight, scale, keep, bad, rows, cols, *weight.stride(),
         KEEP=keep is not None, BLOCK=block, num_warps=4,

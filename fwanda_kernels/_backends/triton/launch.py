@@ -6,7 +6,6 @@ compiled kernel by what Triton would specialise on, and then hands the arguments
 
 from __future__ import annotations
 
-import contextlib
 from functools import lru_cache
 
 import torch
@@ -17,32 +16,33 @@ from torch import Tensor
 _compiled: dict[tuple, tuple] = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], *args: Tensor | int | None, fma: bool = False, **constants) -> None:
-    """Run a kernel on the device of the first tensor.
+def launch(
+    kernel, grid: tuple[int, int, int], like: Tensor, *args: Tensor | int | None, fma=False, **constants
+) -> None:
+    """Run a kernel on the device of `like`.
 
     Args:
         kernel: a function under @triton.jit, whose constexpr parameters come last.
         grid: programs along three axes.
-        args: for the other parameters, in their order; None where the kernel does not read it.
+        like: for the first parameter.
+        args: for the next parameters, in their order; None where the kernel does not read it.
         fma: whether products and sums may be fused; one value for each kernel.
         constants: the constexpr parameters and options such as num_warps, in the same order at each call.
     """
-    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    device = like.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        place = torch.cuda.device(device)
-    else:
-        place = contextlib.nullcontext()
-    key = (id(kernel), device.index, *constants.values(), *map(_kind, args))
+        with torch.cuda.device(device):
+            return launch(kernel, grid, like, *args, fma=fma, **constants)
+    key = (id(kernel), device.index, *constants.values(), _kind(like), *map(_kind, args))
     found = _compiled.get(key)
-    with place:
-        if found is None:
-            compiled = kernel[grid](*args, **constants, enable_fp_fusion=fma)
-            if compiled is not None:  # interpreted kernels return nothing
-                tail = tuple(constants[name] for name in kernel.arg_names if name in constants)
-                _compiled[key] = (compiled, tail)
-        else:
-            compiled, tail = found
-            compiled[grid](*args, *tail)
+    if found is not None:
+        compiled, tail = found
+        compiled[grid](like, *args, *tail)
+        return None
+    compiled = kernel[grid](like, *args, **constants, enable_fp_fusion=fma)
+    if compiled is not None:  # interpreted kernels return nothing
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+    return None
 
 
 def _kind(arg: Tensor | int | None):
@@ -52,6 +52,16 @@ def _kind(arg: Tensor | int | None):
     if arg is None or arg == 1:
         return arg
     return not arg & 15, -(1 << 31) <= arg < 1 << 31
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own costs the host 2 us."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n, for n > 0."""
+    return 1 << (n - 1).bit_length()
 
 
 @triton.jit

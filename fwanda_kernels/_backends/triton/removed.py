@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import exact_float, serves
-from .launch import launch
+from .launch import cdiv, launch
 
 BLOCK_R, BLOCK_C, WARPS = 32, 256, 4
 BAND = 8  # tile rows that run together, so that they find x in the cache
@@ -61,14 +61,14 @@ def _masked_weight_kernel(
 
 
 def _grid(rows: int, cols: int) -> tuple[int, int, int]:
-    return triton.cdiv(rows, BLOCK_R), triton.cdiv(cols, BLOCK_C), 1
+    return cdiv(rows, BLOCK_R), cdiv(cols, BLOCK_C), 1
 
 
 def pack_mask(mask: Tensor) -> Tensor:
     if not serves(mask):
         return NotImplemented
     rows, cols = mask.shape
-    packed = torch.empty(rows, triton.cdiv(cols, 8), dtype=torch.uint8, device=mask.device)
+    packed = torch.empty(rows, cdiv(cols, 8), dtype=torch.uint8, device=mask.device)
     launch(
         _pack_mask_kernel, _grid(rows, cols), mask.view(torch.uint8), packed, rows, cols, *mask.stride(),
         BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
@@ -164,7 +164,7 @@ def removed_sums(gradient: Tensor, x: Tensor, weight: Tensor, packed: Tensor) ->
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = weight.shape
     tile = product_tile(torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0)
-    down, across = triton.cdiv(rows, tile["BLOCK_R"]), triton.cdiv(cols, tile["BLOCK_C"])
+    down, across = cdiv(rows, tile["BLOCK_R"]), cdiv(cols, tile["BLOCK_C"])
     row_sums = torch.empty(across, rows, dtype=torch.float32, device=x.device)
     col_sums = torch.empty(down, cols, dtype=torch.float32, device=x.device)
     launch(

@@ -8,6 +8,8 @@ k-th largest key lies at `low` or above and below `high`: count(>= low) = n_low 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,7 @@ from .common import (
     magnitude_bits,
     serves,
 )
-from .launch import capturing, find, launch, table_of
+from .launch import capturing, cdiv, find, launch, power_of_2, table_of
 from .pairs import add_halves, at_least, bound, halves, has_simd, largest_half, pair, pair_high, where_one
 
 # interpolation assumes that few scores lie more than 10 octaves under the largest, and gives way to bisection
@@ -266,16 +268,17 @@ def _foreach_row_topk_kernel(
                 PARTS, SIZE, FULL, SIMD, True)  # fmt: skip
 
 
+@cache
 def parts_of(cols: int, simd: bool) -> dict[str, int | bool]:
     """The kernels' constants for rows of so many columns. A thread holds 8 or 16 columns of each part."""
     if cols <= 256:
-        size, warps = max(32, triton.next_power_of_2(cols)), 1
+        size, warps = max(32, power_of_2(cols)), 1
     else:
-        warps = min(16, triton.next_power_of_2(triton.cdiv(cols, 32 * MOST_COLUMNS_A_THREAD[simd])))
+        warps = min(16, power_of_2(cdiv(cols, 32 * MOST_COLUMNS_A_THREAD[simd])))
         size = 512 * warps
-        if 16 * (triton.cdiv(cols, size) * size - cols) > cols:  # smaller parts waste less, but take long to compile
+        if 16 * (cdiv(cols, size) * size - cols) > cols:  # smaller parts waste less, but take long to compile
             size //= 2
-    parts = triton.cdiv(cols, size)
+    parts = cdiv(cols, size)
     return {"PARTS": parts, "SIZE": size, "FULL": cols == parts * size, "SIMD": simd, "num_warps": warps}
 
 
@@ -342,5 +345,5 @@ def _launch_group(group: list[tuple[int, Tensor, Tensor, Tensor]], bad: Tensor, 
     like = group[0][1]
     launch(
         _foreach_row_topk_kernel, (rows, 1, 1), like, table_of(entries, like), bad, len(group), cols,
-        **parts_of(cols, has_simd(like)), VECTORS=vectors, BLOCK_L=max(16, triton.next_power_of_2(len(group))),
+        **parts_of(cols, has_simd(like)), VECTORS=vectors, BLOCK_L=max(16, power_of_2(len(group))),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from .common import (
     score_key,
     serves,
 )
-from .launch import launch
+from .launch import cdiv, launch, power_of_2
 
 MAX_GROUP = 32
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -69,24 +69,24 @@ def _nm_kernel(
 
 def tile_of(rows: int, cols: int, m: int) -> tuple[int, int, int]:
     """(BLOCK_R, BLOCK_G, M2) of about TILE weights, half of it where a thread ranks long groups."""
-    m2 = triton.next_power_of_2(m)
+    m2 = power_of_2(m)
     tile = TILE if m2 <= 8 else TILE // 2
-    groups = min(triton.next_power_of_2(triton.cdiv(cols, m)), max(1, tile // 4 // m2))
-    return max(1, min(triton.next_power_of_2(rows), tile // (groups * m2))), groups, m2
+    groups = min(power_of_2(cdiv(cols, m)), max(1, tile // 4 // m2))
+    return max(1, min(power_of_2(rows), tile // (groups * m2))), groups, m2
 
 
 def _launch(weight: Tensor, scale: Tensor, out: Tensor, n: int, m: int, bad: Tensor, prune: bool) -> None:
     rows, cols = weight.shape
     if (n, m) == (2, 4):
         launch(
-            _24_kernel, (triton.cdiv(rows, TILE_R) * triton.cdiv(cols, TILE_C), 1, 1),
+            _24_kernel, (cdiv(rows, TILE_R) * cdiv(cols, TILE_C), 1, 1),
             weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(),
             BLOCK_R=TILE_R, BLOCK_C=TILE_C, PRUNE=prune, num_warps=WARPS,
         )  # fmt: skip
         return
     block_r, block_g, m2 = tile_of(rows, cols, m)
     launch(
-        _nm_kernel, (triton.cdiv(rows, block_r), triton.cdiv(cols, block_g * m), 1),
+        _nm_kernel, (cdiv(rows, block_r), cdiv(cols, block_g * m), 1),
         weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(), n,
         M=m, M2=m2, BLOCK_R=block_r, BLOCK_G=block_g, PRUNE=prune, num_warps=WARPS,
     )  # fmt: skip
@@ -263,7 +263,7 @@ def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tens
     meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
     codes = new_flag(weight) if bad is None else bad
     launch(
-        _compress_24_kernel, (rows // 32 * triton.cdiv(cols, PACK_C), 1, 1),
+        _compress_24_kernel, (rows // 32 * cdiv(cols, PACK_C), 1, 1),
         weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
         BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import in_vectors, serves
-from .launch import capturing, find, launch, table_of
+from .launch import capturing, cdiv, find, launch, power_of_2, table_of
 
 BLOCK_T, BLOCK_C, WARPS = 128, 64, 4
 # rows that a tile is folded to at once, in registers: with 16 bytes a load, each thread holds these rows of its columns
@@ -127,8 +127,8 @@ def _foreach_add_slabs_kernel(
 
 def slabs_of(tokens: int) -> tuple[int, int]:
     """(slabs, tokens in a slab) for a number of tokens: at most MAX_SLABS, each a multiple of BLOCK_T."""
-    slab = max(SLAB_TOKENS, triton.cdiv(triton.cdiv(tokens, MAX_SLABS), BLOCK_T) * BLOCK_T)
-    return triton.cdiv(tokens, slab), slab
+    slab = max(SLAB_TOKENS, cdiv(cdiv(tokens, MAX_SLABS), BLOCK_T) * BLOCK_T)
+    return cdiv(tokens, slab), slab
 
 
 def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
@@ -139,13 +139,13 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> No
     slabs, slab = slabs_of(tokens)
     partial = torch.empty(slabs, cols, dtype=torch.float32, device=x.device)
     launch(
-        _sq_sums_kernel, (triton.cdiv(cols, BLOCK_C), slabs, 1),
+        _sq_sums_kernel, (cdiv(cols, BLOCK_C), slabs, 1),
         x, counted, partial, tokens, cols, *x.stride(), slab,
         MASKED=counted is not None, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS,
     )  # fmt: skip
     launch(
-        _add_slabs_kernel, (triton.cdiv(cols, FINISH_C), 1, 1), partial, acc, slabs, cols, acc.stride(0),
-        BLOCK_S=triton.next_power_of_2(slabs), BLOCK_C=FINISH_C, num_warps=4,
+        _add_slabs_kernel, (cdiv(cols, FINISH_C), 1, 1), partial, acc, slabs, cols, acc.stride(0),
+        BLOCK_S=power_of_2(slabs), BLOCK_C=FINISH_C, num_warps=4,
     )  # fmt: skip
     return None
 
@@ -176,12 +176,12 @@ def _accumulate_group(group: list[tuple[Tensor, Tensor]], counted: Tensor | None
     entries, (programs, finish_programs, size) = _entries(group)
     table = table_of(entries, like)
     partial = torch.empty(size, dtype=torch.float32, device=like.device)
-    block_l = max(16, triton.next_power_of_2(count))
+    block_l = max(16, power_of_2(count))
     launch(
         _foreach_sq_sums_kernel, (programs, 1, 1), like, counted, partial, table, count,
         MASKED=counted is not None, VECTORS=vectors, BLOCK_L=block_l, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS,
     )  # fmt: skip
-    block_s = triton.next_power_of_2(max(slabs_of(x.shape[0])[0] for _, x in group))
+    block_s = power_of_2(max(slabs_of(x.shape[0])[0] for _, x in group))
     launch(
         _foreach_add_slabs_kernel, (finish_programs, 1, 1), partial, table, count,
         BLOCK_L=block_l, BLOCK_S=block_s, BLOCK_C=FINISH_C, num_warps=4,
@@ -202,7 +202,7 @@ def _entries(group: list[tuple[Tensor, Tensor]]) -> tuple[list[tuple[int, ...]],
             programs, finish_programs, size, cols, acc.data_ptr(), acc.stride(0),
             x.data_ptr(), tokens, slab, *x.stride(), slabs,
         ))  # fmt: skip
-        programs += triton.cdiv(cols, BLOCK_C) * slabs
-        finish_programs += triton.cdiv(cols, FINISH_C)
+        programs += cdiv(cols, BLOCK_C) * slabs
+        finish_programs += cdiv(cols, FINISH_C)
         size += slabs * cols
     return entries, (programs, finish_programs, size)

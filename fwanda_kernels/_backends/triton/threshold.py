@@ -29,7 +29,7 @@ from .common import (
     in_vectors,
     serves,
 )
-from .launch import launch
+from .launch import cdiv, launch
 
 SAMPLE = 1 << 22
 BIN_BITS = tl.constexpr(18)
@@ -254,7 +254,7 @@ def _tiles_by_dtype(weights: list[Tensor]) -> tuple[list[tuple[Tensor, int, int]
         begin = end
         for i, weight in enumerate(weights):
             if weight.dtype == dtype:
-                first[i], end = end, end + triton.cdiv(weight.shape[0], TILE_R)
+                first[i], end = end, end + cdiv(weight.shape[0], TILE_R)
         groups.append((next(w for w in weights if w.dtype == dtype), begin, end - begin))
     return groups, first
 
@@ -269,7 +269,7 @@ def _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad) 
         begin, end = end, before * drawn // size
         work = max(end - begin, rows, cols)
         launch(
-            _sample_kernel, (triton.cdiv(work, BLOCK), 1, 1),
+            _sample_kernel, (cdiv(work, BLOCK), 1, 1),
             weight, row_scales[i], col_scales[i], sample[begin:], table, tile_map, bad, i, end - begin, first_row,
             tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
