@@ -42,7 +42,7 @@ MANY = tl.constexpr(16)  # a bucket with more than 1 / MANY of the row holds tie
 
 @triton.jit
 def _load(weight, scale, cols, stride_c, START: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
-    """Bits of the signed scores of a part, 0 beyond the row."""
+    """Weights of a part in fp32 and their scales, 0 beyond the row."""
     c = START + tl.arange(0, SIZE)
     address = weight + c.to(tl.int64) * stride_c
     if FULL:
@@ -51,13 +51,14 @@ def _load(weight, scale, cols, stride_c, START: tl.constexpr, SIZE: tl.constexpr
     else:
         w = tl.load(address, mask=c < cols, other=0.0, eviction_policy="evict_last")
         s = tl.load(scale + c, mask=c < cols, other=0.0, eviction_policy="evict_last")
-    return (exact_float(w) * s).to(tl.int32, bitcast=True)
+    return exact_float(w), s
 
 
 @triton.jit
 def _load_keys(weight, scale, cols, stride_c, START: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
     """Bits of the scores of a part; -1 beyond the row."""
-    keys = _load(weight, scale, cols, stride_c, START, SIZE, FULL) & 0x7FFFFFFF
+    w, s = _load(weight, scale, cols, stride_c, START, SIZE, FULL)
+    keys = (tl.abs(w) * (s + 0.0)).to(tl.int32, bitcast=True)  # the sum turns a scale of -0.0 into +0.0
     return keys if FULL else tl.where(START + tl.arange(0, SIZE) < cols, keys, -1)
 
 
@@ -106,14 +107,14 @@ def _search(parts, low, high, n_low, n_high, k, SIMD: tl.constexpr):
 @triton.jit
 def _ends(weight, scale, cols, stride_c, bucket, PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
     """The smallest and the largest score with the upper half `bucket`."""
-    lowest = tl.zeros((), tl.int32) + 0x7FFFFFFF
-    highest = tl.zeros((), tl.int32)
+    lowest = tl.zeros((SIZE,), tl.int32) + 0x7FFFFFFF
+    highest = tl.zeros((SIZE,), tl.int32)
     for i in tl.static_range(PARTS):
         keys = _load_keys(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
         inside = keys >> 16 == bucket
-        lowest = tl.minimum(lowest, tl.min(tl.where(inside, keys, 0x7FFFFFFF), axis=0))
-        highest = tl.maximum(highest, tl.max(tl.where(inside, keys, 0), axis=0))
-    return lowest, highest
+        lowest = tl.minimum(lowest, tl.where(inside, keys, 0x7FFFFFFF))
+        highest = tl.maximum(highest, tl.where(inside, keys, 0))
+    return tl.min(lowest, axis=0), tl.max(highest, axis=0)
 
 
 @triton.jit
@@ -200,7 +201,8 @@ def _select_row(weight, scale, asked, out, bad, cols, stride_c, out_stride_c,
     """Mask or prune the row at `weight`, unless a value does not fit."""
     parts = ()
     for i in tl.static_range(PARTS):
-        parts = parts + (pair_high(_load(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1), SIMD),)
+        w, s = _load(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
+        parts = parts + (pair_high((w * s).to(tl.int32, bitcast=True), SIMD),)
     largest = largest_half(parts)
     code = tl.where((asked < 0) | (asked > cols), BAD_KEEP, 0)
     if largest >= INFINITE_BITS >> 16:
