@@ -70,7 +70,9 @@ HERE = this_device()
 
 
 @pytest.mark.parametrize(("op", "name", "make", "arguments"), CASES[HERE], ids=[f"{c[0]}-{c[1]}" for c in CASES[HERE]])
-def test_op(op, name, make, arguments, device, results, benchmark):
+def test_op(op, name, make, arguments, device, backend, results, benchmark):
+    if backend and backend not in serving_backends(op, device):
+        pytest.skip(f"{backend} does not serve {op}")
     torch.manual_seed(0)
     case = make(device, *arguments)
     case.check()  # a wrong result gets no speed
@@ -79,7 +81,7 @@ def test_op(op, name, make, arguments, device, results, benchmark):
     row = {
         "op": op,
         "case": name,
-        "backend": serving_backend(op, device),
+        "backend": backend or serving_backend(op, device),
         "us": round(ours.us, 2),
         "host_us": None if ours.host_us is None else round(ours.host_us, 1),
         "joules": ours.joules,
@@ -98,10 +100,14 @@ def test_op(op, name, make, arguments, device, results, benchmark):
     benchmark.pedantic(synchronised(case.ours[0], device), setup=case.reset, rounds=3)
 
 
+def serving_backends(op: str, device: str) -> list[str]:
+    """The backends that can serve an op on this machine, the first choice first. None is for what is plain torch."""
+    return fk.backends().get({"compress_24_cusparselt": "nm_prune_"}.get(op, op), {}).get(device, [])
+
+
 def serving_backend(op: str, device: str) -> str:
-    """The backend that serves an op on this machine. An op that no backend implements is plain torch."""
-    names = fk.backends().get({"compress_24_cusparselt": "nm_prune_"}.get(op, op), {}).get(device, [])
-    return names[0] if names else "torch"
+    """The backend that serves an op on this machine."""
+    return next(iter(serving_backends(op, device)), "torch")
 
 
 def synchronised(call, device: str):

@@ -1,20 +1,25 @@
 """`pytest benchmarks/ --benchmark`: every op against naive torch, checked on the same inputs before it is timed.
 
 Prints the table of pytest-benchmark and a table of rates, and writes one JSON file to .benchmarks, which git ignores.
-`--results benchmarks/results` adds it to the results that the pages show. On a busy machine a warning says so.
+`--results benchmarks/results` adds it to the results that the pages show. `--backend triton` measures one backend.
+On a busy machine a warning says so.
 """
 
+import contextlib
 from pathlib import Path
 
 import pytest
 from lib.machine import COPY_BYTES, busy, copy_rate, machine, this_device
 from lib.results import UNSHARED, OpRows
 
+import fwanda_kernels as fk
+
 REPORT = pytest.StashKey()
 
 
 def pytest_addoption(parser):
     parser.addoption("--benchmark", action="store_true", help="run the benchmarks instead of skipping them")
+    parser.addoption("--backend", choices=("native", "triton"), help="measure this backend, and only the ops it serves")
     parser.addoption("--results", default=str(UNSHARED), metavar="DIR", help="folder for the JSON file (%(default)s)")
 
 
@@ -27,6 +32,14 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def device() -> str:
     return this_device()
+
+
+@pytest.fixture
+def backend(request):
+    """The backend of --backend, forced while a case runs; None where the first that serves is measured."""
+    name = request.config.getoption("--backend")
+    with fk.use_backend(name) if name else contextlib.nullcontext():
+        yield name
 
 
 @pytest.fixture(scope="session")

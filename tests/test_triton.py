@@ -22,7 +22,7 @@ import fwanda_kernels as fk
 from fwanda_kernels.testing import KINDS, assert_masks_equal, make_keep, make_scale, make_weight
 
 ROOT = Path(__file__).parents[1]
-ARCHITECTURES = (80, 90, 100)
+ARCHITECTURES = (80, 89, 90, 100, 120, "gfx942", "gfx950")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPE_OF = dict(zip(KINDS, (BF16, FP16, FP32) * 3, strict=True)) | {"denormal": BF16, "one_huge": FP16}
 DEVICE = "cuda" if torch.cuda.is_available() and __name__ != "__main__" else "cpu"
@@ -50,11 +50,19 @@ def check_row_topk(kind: str, rows: int = 5, cols: int = 100) -> None:
 
 
 def check_nm(kind: str) -> None:
-    for n, m, cols in ((2, 4, 64), (3, 8, 40), (2, 5, 35)):
+    for n, m, cols in ((2, 4, 64), (1, 4, 36), (3, 8, 40), (2, 5, 35)):
         weight, scale = make_weight(3, cols, DTYPE_OF[kind], kind=kind, device=DEVICE), make_scale(cols, device=DEVICE)
         expected = reference.nm_mask(weight, scale, n, m, None)
         assert_masks_equal(ours.nm_mask(weight, scale, n, m, None), expected)
         prunes_alike("nm_prune_", weight, scale, n, m)
+
+
+def check_nm_of_infinite_scores() -> None:
+    """Finite weights whose scores overflow, so that infinities are ties."""
+    weight = torch.tensor([[1e30, 2e30, 1, 3e30, 3e38, 1, 1e-30, 2e38]] * 2, device=DEVICE)
+    scale = torch.full((8,), 1e30, device=DEVICE)
+    assert_masks_equal(ours.nm_mask(weight, scale, 2, 4, None), reference.nm_mask(weight, scale, 2, 4, None))
+    prunes_alike("nm_prune_", weight, scale, 2, 4)
 
 
 def threshold_lists(kind: str) -> tuple[list, list, list, int]:
@@ -98,10 +106,30 @@ def check_small_sample() -> None:
     threshold.SAMPLE = before
 
 
-def check_long_rows() -> None:
-    """Rows beyond what registers hold: two resident parts and a rest that is read again."""
-    for kind in ("normal", "two_values"):
-        check_row_topk(kind, rows=4, cols=30_000)
+def check_rows_of_many_parts() -> None:
+    """Rows in one part and in several, the last of them full or not, with ties in more than one."""
+    for cols in (256, 257, 1024, 3000):
+        for kind in ("normal", "two_values", "all_equal"):
+            check_row_topk(kind, cols=cols)
+
+
+def check_longest_rows() -> None:
+    weight, scale = torch.ones(1, 65_537, dtype=BF16, device=DEVICE), torch.ones(65_537, device=DEVICE)
+    keep = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(fk.BackendError, match="row_topk_mask: .*triton: declines these arguments"):
+        ours.row_topk_mask(weight, scale, keep, None)
+
+
+def check_scores_of_one_bucket() -> None:
+    """Scores whose upper halves agree: they differ in the last bits only, and some are equal."""
+    weight = torch.ones(4, 600, device=DEVICE)
+    weight.view(torch.int32)[:, ::3] += torch.arange(200, dtype=torch.int32, device=DEVICE)
+    weight.view(torch.int32)[2:, 1::3] += 65_535 - torch.arange(200, dtype=torch.int32, device=DEVICE)
+    scale = torch.ones(600, device=DEVICE)
+    for keep in (1, 200, 201, 399, 599):
+        keeps = torch.full((4,), keep, device=DEVICE)
+        expected = reference.row_topk_mask(weight, scale, keeps, None)
+        assert_masks_equal(ours.row_topk_mask(weight, scale, keeps, None), expected)
 
 
 def check_foreach_row_topk() -> None:
@@ -220,9 +248,12 @@ CASES |= OBS_CASES | REMOVED_CASES
 CASES |= {
     check.__name__[6:]: (check,)
     for check in (
+        check_nm_of_infinite_scores,
         check_missed_bracket,
         check_small_sample,
-        check_long_rows,
+        check_rows_of_many_parts,
+        check_longest_rows,
+        check_scores_of_one_bucket,
         check_foreach_row_topk,
         check_sq_sums,
         check_sq_sums_order,
@@ -260,7 +291,7 @@ def compilation() -> subprocess.Popen:
     code = f"""
 import json
 from fwanda_kernels._backends.triton.aot import compile_kernels
-print(json.dumps({{arch: compile_kernels(arch) for arch in {ARCHITECTURES}}}))
+print(json.dumps({{str(arch): compile_kernels(arch) for arch in {ARCHITECTURES}}}))
 """
     return start("-c", code, interpret="0")
 
@@ -287,7 +318,7 @@ def test_interpreted(case: str, interpreted: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiles_without_spills(arch: int, compiled: dict[str, dict]) -> None:
+def test_compiles_without_spills(arch: int | str, compiled: dict[str, dict]) -> None:
     spills = {name: spilled for name, (_, spilled) in compiled[str(arch)].items() if spilled}
     assert not spills
 
@@ -303,7 +334,7 @@ def test_on_gpu(case: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("cols", (1000, 4096, 5120, 11008, 13824, 28672, 57344, 100_001))
+@pytest.mark.parametrize("cols", (1000, 4096, 5120, 11008, 13824, 28672, 57_344, 65_535))
 @pytest.mark.parametrize("kind", ("normal", "two_values", "all_equal"))
 def test_row_lengths_on_gpu(kind: str, cols: int) -> None:
     check_row_topk(kind, rows=6, cols=cols)

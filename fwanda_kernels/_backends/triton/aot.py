@@ -14,18 +14,17 @@ from triton.compiler import ASTSource
 
 from . import common, obs, removed, select, sparse24, stats, threshold
 
-_COLUMNS = (1024, 4096, 5120, 8192, 11008, 13824, 28672)
 
-
-def compile_kernels(arch: int, dtype: str = "bf16") -> dict[str, tuple[int, int]]:
+def compile_kernels(arch: int | str, dtype: str = "bf16") -> dict[str, tuple[int, int]]:
     """Compile all kernels for typical signatures.
 
     Args:
-        arch: compute capability times ten, e.g. 90.
+        arch: compute capability times ten, e.g. 90, or the name of an AMD GPU, e.g. "gfx942".
         dtype: "bf16", "fp16" or "fp32", of weights and activations.
 
     Returns:
-        Name of kernel and signature -> (registers per thread, bytes spilled to local memory per thread).
+        Name of kernel and signature -> (registers per thread, bytes spilled to local memory per thread, or registers
+        on AMD).
 
     Raises:
         RuntimeError: Triton's cuobjdump is missing.
@@ -33,9 +32,9 @@ def compile_kernels(arch: int, dtype: str = "bf16") -> dict[str, tuple[int, int]
     return {name: _compile(arch, *case) for name, *case in _cases("*" + dtype, arch)}
 
 
-def _cases(weight: str, arch: int) -> Iterator[tuple]:
+def _cases(weight: str, arch: int | str) -> Iterator[tuple]:
     """(name, kernel, types of the arguments in order with 1 for a unit stride, constexprs, options)."""
-    strides = ["i64", 1]
+    strides, major = ["i64", 1], arch // 10 if isinstance(arch, int) else 0
     plain = {"num_warps": 4}
     types = [weight, "*fp32", "*i64", "*i32", "i32", "i32", *strides]
     yield "check", common._check_kernel, types, {"KEEP": True, "BLOCK": 4096}, plain
@@ -49,26 +48,26 @@ def _cases(weight: str, arch: int) -> Iterator[tuple]:
     constants = group | {"MASKED": False, "VECTORS": True, "BLOCK_T": stats.BLOCK_T, "BLOCK_C": stats.BLOCK_C}
     types, options = [weight, "*u8", *types], {"num_warps": stats.WARPS}
     yield "foreach_sq_sums", stats._foreach_sq_sums_kernel, types, constants, options
-    yield from _obs_cases(weight, strides, arch)
+    yield from _obs_cases(weight, strides, major)
     if weight != "*fp32":
         types = [weight, "*fp32", weight, "*i16", "*i32", "i32", "i32", *strides]
         constants, options = {"BLOCK_R": 32, "BLOCK_C": sparse24.PACK_C}, {"num_warps": sparse24.PACK_WARPS}
         yield "compress_24", sparse24._compress_24_kernel, types, constants, options
-    yield from _removed_cases(weight, strides, arch)
+    yield from _removed_cases(weight, strides, major)
     yield from _nm_cases(weight, strides)
-    yield from _row_topk_cases(weight, strides)
+    yield from _row_topk_cases(weight, strides, simd=isinstance(arch, int) and arch >= 90)
     types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
     constants = {"TILE_R": threshold.TILE_R, "BLOCK": threshold.BLOCK}
     yield "sample", threshold._sample_kernel, types, constants, plain
-    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
+    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32", "i32"]
     for final in (False, True):
         constants = {"FINAL": final, "VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
         yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
 
 
-def _obs_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
+def _obs_cases(weight: str, strides: list, major: int) -> Iterator[tuple]:
     for cols in (4096, 11008) if weight != "*fp32" else ():
-        tile = obs.gram_tile(arch // 10, cols)
+        tile = obs.gram_tile(major, cols)
         options = {"num_warps": obs.GRAM_WARPS, "num_stages": tile["num_stages"]}
         constants = {"BLOCK_R": obs.GRAM_R, "BLOCK_T": obs.GRAM_T, "BAND": obs.GRAM_BAND}
         constants |= {name: tile[name] for name in ("BLOCK_C", "STRIP")}
@@ -90,13 +89,13 @@ def _obs_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
         yield f"walk {rule}", obs._walk_kernel, types, constants, options
 
 
-def _removed_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
+def _removed_cases(weight: str, strides: list, major: int) -> Iterator[tuple]:
     tile, options = {"BLOCK_R": removed.BLOCK_R, "BLOCK_C": removed.BLOCK_C}, {"num_warps": removed.WARPS}
     yield "pack_mask", removed._pack_mask_kernel, ["*u8", "*u8", "i32", "i32", *strides], tile, options
     types = [weight, "*u8", weight, "i32", "i32"]
     yield "masked_weight", removed._masked_weight_kernel, [*types, *strides], tile, options
     if weight != "*fp32":
-        tile = removed.product_tile(arch // 10)
+        tile = removed.product_tile(major)
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         types = [weight, weight, weight, "*u8", "*fp32", "*fp32", *["i32"] * 3, "i64", "i64"]
         for layout, weight_strides in (("", strides), (" transposed", strides[::-1])):
@@ -105,23 +104,30 @@ def _removed_cases(weight: str, strides: list, arch: int) -> Iterator[tuple]:
 
 
 def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
-    for n, m, prune in ((2, 4, False), (2, 4, True), (4, 8, True), (2, 5, True), (8, 16, True)):
+    for prune in (False, True):
+        constants = {"BLOCK_R": sparse24.TILE_R, "BLOCK_C": sparse24.TILE_C, "PRUNE": prune}
+        types = [weight, "*fp32", weight if prune else "*u8", "*i32", "i32", "i32", *strides, *strides]
+        yield f"2:4 prune={prune}", sparse24._24_kernel, types, constants, {"num_warps": sparse24.WARPS}
+    for n, m, prune in ((1, 4, False), (4, 8, True), (2, 5, True), (8, 16, True)):
         block_r, block_g, m2 = sparse24.tile_of(4096, 4080, m)
         constants = {"M": m, "M2": m2, "BLOCK_R": block_r, "BLOCK_G": block_g, "PRUNE": prune}
         types = [weight, "*fp32", weight if prune else "*u8", "*i32", "i32", "i32", *strides, *strides, "i32"]
         yield f"nm {n}:{m} prune={prune}", sparse24._nm_kernel, types, constants, {"num_warps": sparse24.WARPS}
 
 
-def _row_topk_cases(weight: str, strides: list) -> Iterator[tuple]:
-    for cols, prune in ((4096, False), *((c, True) for c in _COLUMNS)):
-        a, b, rest, warps, registers = select.parts_of(cols)
-        constants = {"A": a, "B": b, "REST": rest, "PRUNE": prune}
+def _row_topk_cases(weight: str, strides: list, simd: bool) -> Iterator[tuple]:
+    constants = dict(select.parts_of(4096, simd))
+    options = {"num_warps": constants.pop("num_warps")}
+    for prune in (False, True):
         types = [weight, "*fp32", "*i64", weight if prune else "*u8", "*i32", "i32", *strides, *strides]
-        options = {"num_warps": warps, "maxnreg": registers}
-        yield f"row_topk C={cols} prune={prune}", select._row_topk_kernel, types, constants, options
+        yield f"row_topk C=4096 prune={prune}", select._row_topk_kernel, types, constants | {"PRUNE": prune}, options
+    constants = select.parts_of(11008, simd) | {"VECTORS": True, "BLOCK_L": 256}
+    options = {"num_warps": constants.pop("num_warps")}
+    types = [weight, "*i64", "*i32", "i32", "i32"]
+    yield "foreach_row_topk C=11008", select._foreach_row_topk_kernel, types, constants, options
 
 
-def _compile(arch: int, kernel, types: list, constants: dict, options: dict) -> tuple[int, int]:
+def _compile(arch: int | str, kernel, types: list, constants: dict, options: dict) -> tuple[int, int]:
     names = kernel.arg_names
     given = dict(zip(names, types, strict=False))
     signature = {n: "constexpr" if n in constants or given[n] == 1 else given[n] for n in names}
@@ -130,6 +136,9 @@ def _compile(arch: int, kernel, types: list, constants: dict, options: dict) -> 
     hints = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n] != "constexpr"}
     source = ASTSource(kernel, signature, constexprs, hints)
     options = options | {"enable_fp_fusion": False}
+    if isinstance(arch, str):
+        assembly = triton.compile(source, target=GPUTarget("hip", arch, 64), options=options).asm["amdgcn"]
+        return tuple(int(re.search(rf"\.vgpr_{name}:\s+(\d+)", assembly)[1]) for name in ("count", "spill_count"))
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return _resources(binary.asm["cubin"])
 

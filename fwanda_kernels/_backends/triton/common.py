@@ -5,7 +5,6 @@ Convention: a key is the int32 bit pattern of a non-negative fp32 score, so that
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
@@ -14,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import _checks
+from .launch import launch, power_of_2
 
 INFINITE_BITS = tl.constexpr(0x7F800000)
 BAD_WEIGHT = tl.constexpr(_checks.BAD_WEIGHT)
@@ -78,18 +78,12 @@ def check_values(op: str, weight: Tensor, scale: Tensor, keep: Tensor | None = N
     """Raise ValueError if a value does not fit; waits for the device, and reads the weight once more."""
     rows, cols = weight.shape
     bad = _checks.new_flag(weight)
-    block = min(4096, max(128, triton.next_power_of_2(cols)))
-    with on_device(weight):
-        _check_kernel[(rows,)](
-            weight, scale, keep, bad, rows, cols, *weight.stride(),
-            KEEP=keep is not None, BLOCK=block, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    block = min(4096, max(128, power_of_2(cols)))
+    launch(
+        _check_kernel, (rows, 1, 1), weight, scale, keep, bad, rows, cols, *weight.stride(),
+        KEEP=keep is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     _checks.raise_if_bad(op, bad)
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager:
-    """Make the tensor's device current, as Triton launches on the current one."""
-    return torch.cuda.device_of(tensor)
 
 
 def serves(tensor: Tensor) -> bool:

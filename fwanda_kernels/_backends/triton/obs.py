@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._obs import MAX_BLOCK, Block, ObsCall, walk
-from .common import on_device, serves
+from .common import serves
+from .launch import cdiv, launch, power_of_2
 
 GRAM_R, GRAM_T, GRAM_BAND, GRAM_WARPS = 128, 64, 8, 8
 
@@ -85,14 +86,13 @@ def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> N
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, cols = x.shape
     tile = gram_tile(torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0, cols)
-    tiles = triton.cdiv(cols, tile["BLOCK_C"])
-    bands = range(0, triton.cdiv(cols, GRAM_R), GRAM_BAND)
+    tiles = cdiv(cols, tile["BLOCK_C"])
+    bands = range(0, cdiv(cols, GRAM_R), GRAM_BAND)
     programs = sum(GRAM_BAND * (tiles - band * GRAM_R // tile["BLOCK_C"]) for band in bands)
-    with on_device(x):
-        _gram_kernel[(programs,)](
-            x, hessian, tokens, cols, tiles, x.stride(0),
-            BLOCK_R=GRAM_R, BLOCK_T=GRAM_T, BAND=GRAM_BAND, num_warps=GRAM_WARPS, **tile,
-        )  # fmt: skip
+    launch(
+        _gram_kernel, (programs, 1, 1), x, hessian, tokens, cols, tiles, x.stride(0),
+        BLOCK_R=GRAM_R, BLOCK_T=GRAM_T, BAND=GRAM_BAND, num_warps=GRAM_WARPS, fma=True, **tile,
+    )  # fmt: skip
     return None
 
 
@@ -253,21 +253,21 @@ def _walk_kernel(
 def _prune_block(call: ObsCall, work: Tensor, weighting: Tensor, block: Block, errors: Tensor, counts: Tensor) -> None:
     rows, cols = call.weight.shape
     stride = work.stride(0)
-    columns = triton.next_power_of_2(block.end - block.start)
+    columns = power_of_2(block.end - block.start)
     tile = {"ROW_WEIGHT": call.row_weight is not None, "BLOCK_C": max(16, columns)}
-    with on_device(call.weight):
-        for digit in range(3 if call.rule == "sparsity" else 0):
-            _count_kernel[(triton.cdiv(rows, COUNT_R),)](
-                work, weighting, call.row_weight, counts, rows, stride, *block,
-                DIGIT=digit, BLOCK_R=COUNT_R, num_warps=COUNT_WARPS, enable_fp_fusion=False, **tile,
-            )  # fmt: skip
-        _walk_kernel[(triton.cdiv(rows, WALK_R),)](
-            work, call.weight, call.factor, weighting, call.row_weight, errors, call.chosen, counts,
-            rows, cols, *block, stride, *call.weight.stride(),
-            *(call.chosen.stride() if call.rule == "mask" else (0, 0)),
-            RULE=call.rule, GROUP=call.group or tile["BLOCK_C"], BLOCK_R=WALK_R,
-            num_warps=WALK_WARPS, enable_fp_fusion=False, **tile,
+    for digit in range(3 if call.rule == "sparsity" else 0):
+        launch(
+            _count_kernel, (cdiv(rows, COUNT_R), 1, 1),
+            work, weighting, call.row_weight, counts, rows, stride, *block,
+            DIGIT=digit, BLOCK_R=COUNT_R, num_warps=COUNT_WARPS, **tile,
         )  # fmt: skip
+    launch(
+        _walk_kernel, (cdiv(rows, WALK_R), 1, 1),
+        work, call.weight, call.factor, weighting, call.row_weight, errors, call.chosen, counts,
+        rows, cols, *block, stride, *call.weight.stride(),
+        *(call.chosen.stride() if call.rule == "mask" else (0, 0)),
+        RULE=call.rule, GROUP=call.group or tile["BLOCK_C"], BLOCK_R=WALK_R, num_warps=WALK_WARPS, **tile,
+    )  # fmt: skip
 
 
 def obs_prune_(call: ObsCall) -> None:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import exact_float, on_device, serves
+from .common import exact_float, serves
+from .launch import cdiv, launch
 
 BLOCK_R, BLOCK_C, WARPS = 32, 256, 4
 BAND = 8  # tile rows that run together, so that they find x in the cache
@@ -59,20 +60,19 @@ def _masked_weight_kernel(
     tl.store(out + r.to(tl.int64) * cols + c, tl.where(kept, w, 0.0), mask=inside)
 
 
-def _grid(rows: int, cols: int) -> tuple[int, int]:
-    return triton.cdiv(rows, BLOCK_R), triton.cdiv(cols, BLOCK_C)
+def _grid(rows: int, cols: int) -> tuple[int, int, int]:
+    return cdiv(rows, BLOCK_R), cdiv(cols, BLOCK_C), 1
 
 
 def pack_mask(mask: Tensor) -> Tensor:
     if not serves(mask):
         return NotImplemented
     rows, cols = mask.shape
-    packed = torch.empty(rows, triton.cdiv(cols, 8), dtype=torch.uint8, device=mask.device)
-    with on_device(mask):
-        _pack_mask_kernel[_grid(rows, cols)](
-            mask.view(torch.uint8), packed, rows, cols, *mask.stride(),
-            BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
-        )  # fmt: skip
+    packed = torch.empty(rows, cdiv(cols, 8), dtype=torch.uint8, device=mask.device)
+    launch(
+        _pack_mask_kernel, _grid(rows, cols), mask.view(torch.uint8), packed, rows, cols, *mask.stride(),
+        BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
+    )  # fmt: skip
     return packed
 
 
@@ -81,11 +81,10 @@ def masked_weight(weight: Tensor, packed: Tensor) -> Tensor:
         return NotImplemented
     rows, cols = weight.shape
     out = torch.empty(rows, cols, dtype=weight.dtype, device=weight.device)
-    with on_device(weight):
-        _masked_weight_kernel[_grid(rows, cols)](
-            weight, packed.contiguous(), out, rows, cols, *weight.stride(),
-            BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        _masked_weight_kernel, _grid(rows, cols), weight, packed.contiguous(), out, rows, cols, *weight.stride(),
+        BLOCK_R=BLOCK_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
+    )  # fmt: skip
     return out
 
 
@@ -165,12 +164,12 @@ def removed_sums(gradient: Tensor, x: Tensor, weight: Tensor, packed: Tensor) ->
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = weight.shape
     tile = product_tile(torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0)
-    down, across = triton.cdiv(rows, tile["BLOCK_R"]), triton.cdiv(cols, tile["BLOCK_C"])
+    down, across = cdiv(rows, tile["BLOCK_R"]), cdiv(cols, tile["BLOCK_C"])
     row_sums = torch.empty(across, rows, dtype=torch.float32, device=x.device)
     col_sums = torch.empty(down, cols, dtype=torch.float32, device=x.device)
-    with on_device(x):
-        _removed_sums_kernel[(down * across,)](
-            gradient, x, weight, packed.contiguous(), row_sums, col_sums, x.shape[0], rows, cols,
-            gradient.stride(0), x.stride(0), *weight.stride(), BAND=BAND, **tile,
-        )  # fmt: skip
+    launch(
+        _removed_sums_kernel, (down * across, 1, 1),
+        gradient, x, weight, packed.contiguous(), row_sums, col_sums, x.shape[0], rows, cols,
+        gradient.stride(0), x.stride(0), *weight.stride(), BAND=BAND, fma=True, **tile,
+    )  # fmt: skip
     return row_sums.sum(0, dtype=torch.float64), col_sums.sum(0, dtype=torch.float64)

@@ -1,10 +1,14 @@
-"""Row selection: one program per row finds the k-th largest key by counting, with the row's keys in registers.
+"""Row selection: one program per row finds the k-th largest score by counting, with the row's keys in registers.
 
-Convention: columns [0, A) and [A, A + B) of a row are resident keys; with REST the columns after them are read again
-for every count, which bounds the registers and leaves C without a limit. Padding has key 0; only keys > 0 are counted.
+Convention: a row is cut into PARTS of SIZE columns, of which only the last may reach beyond the row. Keys are pairs of
+16 bits (pairs.py). First a key is the upper half of a score. Where that leaves columns undecided, the scores of their
+bucket are numbered from 1 in cells of 4, then of 1; smaller scores get 0, larger ones the number after the last. The
+k-th largest key lies at `low` or above and below `high`: count(>= low) = n_low >= k > n_high = count(>= high).
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -17,188 +21,279 @@ from .common import (
     BAD_WEIGHT,
     INFINITE_BITS,
     check_values,
+    exact_float,
     flag,
     flag_scale,
+    in_vectors,
     magnitude_bits,
-    on_device,
-    score_key,
     serves,
 )
+from .launch import capturing, cdiv, find, launch, power_of_2, table_of
+from .pairs import add_halves, at_least, bound, halves, has_simd, largest_half, pair, pair_high, where_one
 
-# up to so many columns: A, B, num_warps, most registers a thread (without spills); columns beyond A + B are re-read
-PARTS = (
-    (5120, 4096, 1024, 4, 128),
-    (8192, 8192, 0, 8, 128),
-    (12288, 8192, 2048, 8, 128),
-    (16384, 16384, 0, 8, None),
-    (float("inf"), 16384, 8192, 16, None),
-)
-CHUNK = tl.constexpr(2048)
 # interpolation assumes that few scores lie more than 10 octaves under the largest, and gives way to bisection
-SPAN = tl.constexpr(10 << 23)
+SPAN = tl.constexpr(10 << 7)
 BISECT_EVERY, BISECT_FROM = tl.constexpr(8), tl.constexpr(16)
+MOST_COLUMNS = 1 << 16
+MOST_COLUMNS_A_THREAD = {True: 96, False: 48}  # with SIMD, without: the most that need no spills
+CELLS = tl.constexpr(1 << 14)
+MANY = tl.constexpr(16)  # a bucket with more than 1 / MANY of the row holds ties
 
 
 @triton.jit
-def _load(weight, scale, cols, stride_c, start, BLOCK: tl.constexpr, EVICT: tl.constexpr):
-    """Columns, weights and keys of one part of a row; a key beyond the row is 0."""
-    c = start + tl.arange(0, BLOCK)
-    w = tl.load(weight + c.to(tl.int64) * stride_c, mask=c < cols, other=0.0, eviction_policy=EVICT)
-    return c, w, score_key(w, tl.load(scale + c, mask=c < cols, other=0.0))
-
-
-@triton.jit
-def _at_least(keys, key):
-    """How many keys are >= key, for key > 0: those whose difference has no sign bit."""
-    below = (keys - key).to(tl.uint32, bitcast=True) >> 31
-    return keys.shape[0] - tl.sum(below.to(tl.int32, bitcast=True), axis=0)
-
-
-@triton.jit
-def _at_from(keys, key, c, column, cols):
-    """How many keys equal key in a column of [column, cols)."""
-    return tl.sum(((keys == key) & (c >= column) & (c < cols)).to(tl.int32), axis=0)
-
-
-@triton.jit
-def _count(key_a, key_b, weight, scale, cols, stride_c, key, column, A: tl.constexpr, B: tl.constexpr,
-           REST: tl.constexpr, AT: tl.constexpr):  # fmt: skip
-    """_at_least, or with AT _at_from, over all parts of a row."""
-    if AT:
-        n = _at_from(key_a, key, tl.arange(0, A), column, cols)
+def _load(weight, scale, cols, stride_c, START: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """Weights of a part in fp32 and their scales, 0 beyond the row."""
+    c = START + tl.arange(0, SIZE)
+    address = weight + c.to(tl.int64) * stride_c
+    if FULL:
+        w = tl.load(address, eviction_policy="evict_last")
+        s = tl.load(scale + c, eviction_policy="evict_last")
     else:
-        n = _at_least(key_a, key)
-    if B > 0:
-        if AT:
-            n += _at_from(key_b, key, A + tl.arange(0, B), column, cols)
-        else:
-            n += _at_least(key_b, key)
-    if REST:
-        for start in range(A + B, cols, CHUNK):
-            c, w, keys = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
-            if AT:
-                n += _at_from(keys, key, c, column, cols)
-            else:
-                n += _at_least(keys, key)
-    return n
+        w = tl.load(address, mask=c < cols, other=0.0, eviction_policy="evict_last")
+        s = tl.load(scale + c, mask=c < cols, other=0.0, eviction_policy="evict_last")
+    return exact_float(w), s
 
 
 @triton.jit
-def _guess(low, high, n_low, n_high, k, step):
+def _load_keys(weight, scale, cols, stride_c, START: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """Bits of the scores of a part; -1 beyond the row."""
+    w, s = _load(weight, scale, cols, stride_c, START, SIZE, FULL)
+    keys = (tl.abs(w) * (s + 0.0)).to(tl.int32, bitcast=True)  # the sum turns a scale of -0.0 into +0.0
+    return keys if FULL else tl.where(START + tl.arange(0, SIZE) < cols, keys, -1)
+
+
+@triton.jit
+def _count(parts, key, SIMD: tl.constexpr):
+    """How many keys are >= key."""
+    bounds = bound(key, SIMD)
+    n = at_least(parts[0], bounds, SIMD)
+    for i in tl.static_range(1, len(parts)):
+        n += at_least(parts[i], bounds, SIMD)
+    return add_halves(n)
+
+
+@triton.jit
+def _guess(low, high, n_low, n_high, k, step, idle):
     """A key strictly between low and high, near the k-th largest: interpolated on the counts, at times bisected."""
-    room = (n_low - n_high).to(tl.float32)
-    root = tl.rsqrt(room)
-    margin = 0.3 * room * root
-    # aim a little past k, from the side that is farther away, so that both ends close in
-    rank = k.to(tl.float32) + 0.5 + tl.where(n_low - k > k - n_high, margin, -margin)
-    rank = tl.minimum(tl.maximum(rank, n_high.to(tl.float32) + 0.5), n_low.to(tl.float32) - 0.5)
+    root = tl.rsqrt((n_low - n_high).to(tl.float32))
     anchor = tl.maximum(low, high - SPAN)
-    near = anchor + ((n_low.to(tl.float32) - rank) * root * root * (high - anchor).to(tl.float32)).to(tl.int32)
+    rank = (n_low - k).to(tl.float32) + 0.5
+    near = anchor + (rank * root * root * (high - anchor).to(tl.float32)).to(tl.int32)
     bisect = (step % BISECT_EVERY == BISECT_EVERY - 1) | (step >= BISECT_FROM)
     guess = tl.where(bisect, low + ((high - low) >> 1), near)
+    guess = tl.where(idle, high - 1, guess)  # no key in the lower part of the bracket: all may be equal
     return tl.minimum(tl.maximum(guess, low + 1), high - 1)
 
 
 @triton.jit
-def _write(out, c, cols, stride_c, w, key, low, column, PRUNE: tl.constexpr):
-    # key > low, or key == low in a column that stays
-    keep = key + (c >= column).to(tl.int32) > low
-    target = out + c.to(tl.int64) * stride_c
+def _search(parts, low, high, n_low, n_high, k, SIMD: tl.constexpr):
+    """Narrow the bracket until it holds k keys or one key: (low, n_low, n_high)."""
+    step = tl.zeros((), tl.int32)
+    low, high, n_high = low + step, high + step, n_high + step
+    idle = step > 0
+    while (high - low > 1) & (n_low != k):
+        guess = _guess(low, high, n_low, n_high, k, step, idle)
+        n = _count(parts, guess, SIMD)
+        enough = n >= k
+        idle = (n == n_low) & (step == 0)
+        low = tl.where(enough, guess, low)
+        n_low = tl.where(enough, n, n_low)
+        high = tl.where(enough, high, guess)
+        n_high = tl.where(enough, n_high, n)
+        step += 1
+    return low, n_low, n_high
+
+
+@triton.jit
+def _ends(weight, scale, cols, stride_c, bucket, PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """The smallest and the largest score with the upper half `bucket`."""
+    lowest = tl.zeros((SIZE,), tl.int32) + 0x7FFFFFFF
+    highest = tl.zeros((SIZE,), tl.int32)
+    for i in tl.static_range(PARTS):
+        keys = _load_keys(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
+        inside = keys >> 16 == bucket
+        lowest = tl.minimum(lowest, tl.where(inside, keys, 0x7FFFFFFF))
+        highest = tl.maximum(highest, tl.where(inside, keys, 0))
+    return tl.min(lowest, axis=0), tl.max(highest, axis=0)
+
+
+@triton.jit
+def _cells(weight, scale, cols, stride_c, lowest, last, shift,
+           PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+    """Pairs of the cells of 2^shift scores, counted from 1 at `lowest`; 0 below, `last` + 1 above."""
+    parts = ()
+    first = lowest - (1 << shift)
+    end = (last + 1) << shift
+    for i in tl.static_range(PARTS):
+        keys = _load_keys(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
+        parts = parts + (pair(tl.minimum(tl.maximum(keys - first, 0), end) >> shift),)
+    return parts
+
+
+@triton.jit
+def _without_first_ties(parts, key, n, n_end, k, SIZE: tl.constexpr, SIMD: tl.constexpr):
+    """The keys with those equal to `key` lowered by 1 in the first columns, so that k keys are at least `key`.
+
+    n keys are at least `key`, and n_end are larger.
+    """
+    equal, larger, pairs = bound(key, SIMD), bound(key + 1, SIMD), tl.arange(0, SIZE // 2)
+    # with the ties from the pair `first` on, n >= k keys stay; with those from `end` on, n_end < k
+    first = tl.zeros((), tl.int32)
+    end = first + len(parts) * SIZE // 2
+    step = first
+    while (n != k) & (end - first > 1):
+        share = (n - k).to(tl.float32) / (n - n_end).to(tl.float32)
+        middle = first + (share * (end - first).to(tl.float32)).to(tl.int32)
+        middle = tl.where(step % 2 == 1, first + ((end - first) >> 1), middle)
+        middle = tl.minimum(tl.maximum(middle, first + 1), end - 1)
+        kept = tl.zeros((SIZE // 2,), tl.int32)
+        for i in tl.static_range(len(parts)):
+            later = pairs >= middle - i * SIZE // 2
+            kept += at_least(parts[i], tl.where(later, equal, larger), SIMD)
+        found = add_halves(kept)
+        enough = found >= k
+        first = tl.where(enough, middle, first)
+        n = tl.where(enough, found, n)
+        end = tl.where(enough, end, middle)
+        n_end = tl.where(enough, n_end, found)
+        step += 1
+    lowered = ()
+    for i in tl.static_range(len(parts)):
+        ties = at_least(parts[i], equal, SIMD) - at_least(parts[i], larger, SIMD)
+        place = first - i * SIZE // 2
+        in_first = tl.where((pairs == place) & (n != k), 0xFFFF, 0)
+        lowered = lowered + (parts[i] - (ties & tl.where(pairs < place, -1, in_first)),)
+    return lowered
+
+
+@triton.jit
+def _write(weight, out, ones, cols, stride_c, out_stride_c, START: tl.constexpr, SIZE: tl.constexpr,
+           FULL: tl.constexpr, PRUNE: tl.constexpr):  # fmt: skip
+    c = START + tl.arange(0, SIZE)
+    target = out + c.to(tl.int64) * out_stride_c
     if PRUNE:
-        tl.store(target, tl.where(keep, w, 0.0), mask=c < cols)
+        address = weight + c.to(tl.int64) * stride_c
+        if FULL:
+            tl.store(target, where_one(ones, tl.load(address, eviction_policy="evict_first")))
+        else:
+            w = tl.load(address, mask=c < cols, other=0.0, eviction_policy="evict_first")
+            tl.store(target, where_one(ones, w), mask=c < cols)
+    elif FULL:
+        tl.store(target, halves(ones))
     else:
-        tl.store(target, keep.to(tl.uint8), mask=c < cols)
+        tl.store(target, halves(ones), mask=c < cols)
+
+
+@triton.jit
+def _finite(weight, cols, stride_c, BLOCK: tl.constexpr):
+    worst = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, cols, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        w = tl.load(weight + c.to(tl.int64) * stride_c, mask=c < cols, other=0.0)
+        worst = tl.maximum(worst, magnitude_bits(w))
+    return tl.max(worst, axis=0) < INFINITE_BITS
+
+
+@triton.jit
+def _select_row(weight, scale, asked, out, bad, cols, stride_c, out_stride_c,
+                PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr, SIMD: tl.constexpr,
+                PRUNE: tl.constexpr):  # fmt: skip
+    """Mask or prune the row at `weight`, unless a value does not fit."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        w, s = _load(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
+        parts = parts + (pair_high((w * s).to(tl.int32, bitcast=True), SIMD),)
+    largest = largest_half(parts)
+    code = tl.where((asked < 0) | (asked > cols), BAD_KEEP, 0)
+    if largest >= INFINITE_BITS >> 16:
+        code |= tl.where(_finite(weight, cols, stride_c, 512), 0, BAD_WEIGHT)
+    flag(bad, code)
+    if (code == 0) & (largest <= INFINITE_BITS >> 16):
+        k = asked.to(tl.int32)
+        high = largest + 1
+        low = tl.where(k == 0, high, 0)
+        low, n_low, n_high = _search(parts, low, high, tl.where(k == 0, 0, cols), 0, k, SIMD)
+        if n_low != k:
+            lowest = low << 16
+            highest = lowest | 0xFFFF
+            if (n_low - n_high) * MANY > cols:
+                lowest, highest = _ends(weight, scale, cols, stride_c, low, PARTS, SIZE, FULL)
+            shift = tl.where(highest - lowest < CELLS, 0, 2)
+            last = ((highest - lowest) >> shift) + 1
+            parts = _cells(weight, scale, cols, stride_c, lowest, last, shift, PARTS, SIZE, FULL)
+            low, n_low, n_high = _search(parts, 1, last + 1, n_low, n_high, k, SIMD)
+            if (n_low != k) & (shift > 0):
+                lowest += (low - 1) << 2
+                parts = _cells(weight, scale, cols, stride_c, lowest, 4, 0, PARTS, SIZE, FULL)
+                low, n_low, n_high = _search(parts, 1, 5, n_low, n_high, k, SIMD)
+            if n_low != k:
+                parts = _without_first_ties(parts, low, n_low, n_high, k, SIZE, SIMD)
+        for i in tl.static_range(PARTS):
+            ones = at_least(parts[i], bound(low, SIMD), SIMD)
+            _write(weight, out, ones, cols, stride_c, out_stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1, PRUNE)
 
 
 @triton.jit
 def _row_topk_kernel(
     weight, scale, keep, out, bad, cols, stride_r, stride_c, out_stride_r, out_stride_c,
-    A: tl.constexpr, B: tl.constexpr, REST: tl.constexpr, PRUNE: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr, SIMD: tl.constexpr, PRUNE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         for start in range(0, cols, 1024):
             flag_scale(scale, bad, cols, start, 1024)
-    weight += row * stride_r
-    out += row * out_stride_r
-    asked = tl.load(keep + row)
-    k = tl.minimum(tl.maximum(asked, 0), cols).to(tl.int32)
-    c, w, key_a = _load(weight, scale, cols, stride_c, 0, A, "evict_last")
-    key_b = key_a
-    largest = tl.max(key_a, axis=0)
-    heaviest = tl.max(magnitude_bits(w), axis=0)
-    if B > 0:
-        c, w, key_b = _load(weight, scale, cols, stride_c, A, B, "evict_last")
-        largest = tl.maximum(largest, tl.max(key_b, axis=0))
-        heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w), axis=0))
-    if REST:
-        for start in range(A + B, cols, CHUNK):
-            c_rest, w_rest, keys = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_last")
-            largest = tl.maximum(largest, tl.max(keys, axis=0))
-            heaviest = tl.maximum(heaviest, tl.max(magnitude_bits(w_rest), axis=0))
-    code = tl.where(heaviest >= INFINITE_BITS, BAD_WEIGHT, 0) | tl.where((asked < 0) | (asked > cols), BAD_KEEP, 0)
-    flag(bad, code)
-    if (code == 0) & (largest <= INFINITE_BITS):
-        # count(>= low) = n_low >= k > n_high = count(>= high)
-        high = largest + 1
-        low = tl.where(k == 0, high, 0)
-        n_low = tl.where(k == 0, 0, cols)
-        n_high = tl.zeros((), tl.int32)
-        step = tl.zeros((), tl.int32)
-        while (high - low > 1) & (n_low != k):
-            guess = _guess(low, high, n_low, n_high, k, step)
-            n = _count(key_a, key_b, weight, scale, cols, stride_c, guess, 0, A, B, REST, False)
-            enough = n >= k
-            low = tl.where(enough, guess, low)
-            n_low = tl.where(enough, n, n_low)
-            high = tl.where(enough, high, guess)
-            n_high = tl.where(enough, n_high, n)
-            step += 1
-        # of the keys equal to low, those from `column` on stay: `extra` fewer than all
-        column = tl.zeros((), tl.int32)
-        if n_low != k:
-            need = k - n_high
-            equal = n_low - n_high
-            end = tl.zeros((), tl.int32) + cols
-            while equal != need:
-                middle = column + ((end - column) >> 1)
-                n = _count(key_a, key_b, weight, scale, cols, stride_c, low, middle, A, B, REST, True)
-                enough = n >= need
-                column = tl.where(enough, middle, column)
-                equal = tl.where(enough, n, equal)
-                end = tl.where(enough, end, middle)
-        c, w, key = _load(weight, scale, cols, stride_c, 0, A, "evict_first")
-        _write(out, c, cols, out_stride_c, w, key_a, low, column, PRUNE)
-        if B > 0:
-            c, w, key = _load(weight, scale, cols, stride_c, A, B, "evict_first")
-            _write(out, c, cols, out_stride_c, w, key_b, low, column, PRUNE)
-        if REST:
-            for start in range(A + B, cols, CHUNK):
-                c_rest, w_rest, keys = _load(weight, scale, cols, stride_c, start, CHUNK, "evict_first")
-                _write(out, c_rest, cols, out_stride_c, w_rest, keys, low, column, PRUNE)
+    _select_row(weight + row * stride_r, scale, tl.load(keep + row), out + row * out_stride_r, bad, cols,
+                stride_c, out_stride_c, PARTS, SIZE, FULL, SIMD, PRUNE)  # fmt: skip
 
 
-def parts_of(cols: int) -> tuple[int, int, bool, int, int | None]:
-    """(A, B, REST, num_warps, maxnreg) for rows of so many columns."""
-    if cols <= 4096:
-        a = max(32, triton.next_power_of_2(cols))
-        return a, 0, False, max(1, a // 1024), 96
-    a, b, warps, registers = next(parts for limit, *parts in PARTS if cols <= limit)
-    return a, b, a + b < cols, warps, registers
+@triton.jit
+def _foreach_row_topk_kernel(
+    like, table, bad, count, cols, PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr, SIMD: tl.constexpr,
+    VECTORS: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    i, row = find(table, count, BLOCK_L)
+    entry = table + i
+    weight = tl.load(entry + count).to(like.dtype)
+    scale = tl.load(entry + 2 * count).to(tl.pointer_type(tl.float32))
+    keep = tl.load(entry + 3 * count).to(tl.pointer_type(tl.int64))
+    stride_r = tl.load(entry + 4 * count)
+    stride_c = tl.load(entry + 5 * count)
+    bad += tl.load(entry + 6 * count)
+    if VECTORS:
+        weight, scale = tl.multiple_of(weight, 16), tl.multiple_of(scale, 16)
+        stride_r, stride_c = tl.multiple_of(stride_r, 16), 1
+    if row == 0:
+        for start in range(0, cols, 1024):
+            flag_scale(scale, bad, cols, start, 1024)
+    weight += row.to(tl.int64) * stride_r
+    _select_row(weight, scale, tl.load(keep + row), weight, bad, cols, stride_c, stride_c,
+                PARTS, SIZE, FULL, SIMD, True)  # fmt: skip
+
+
+@cache
+def parts_of(cols: int, simd: bool) -> dict[str, int | bool]:
+    """The kernels' constants for rows of so many columns. A thread holds 8 or 16 columns of each part."""
+    if cols <= 256:
+        size, warps = max(32, power_of_2(cols)), 1
+    else:
+        warps = min(16, power_of_2(cdiv(cols, 32 * MOST_COLUMNS_A_THREAD[simd])))
+        size = 512 * warps
+        if 16 * (cdiv(cols, size) * size - cols) > cols:  # smaller parts waste less, but take long to compile
+            size //= 2
+    parts = cdiv(cols, size)
+    return {"PARTS": parts, "SIZE": size, "FULL": cols == parts * size, "SIMD": simd, "num_warps": warps}
 
 
 def _launch(weight: Tensor, scale: Tensor, keep: Tensor, out: Tensor, bad: Tensor, prune: bool) -> None:
     rows, cols = weight.shape
-    a, b, rest, warps, registers = parts_of(cols)
-    with on_device(weight):
-        _row_topk_kernel[(rows,)](
-            weight, scale, keep, out, bad, cols, *weight.stride(), *out.stride(),
-            A=a, B=b, REST=rest, PRUNE=prune, num_warps=warps, maxnreg=registers, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _row_topk_kernel, (rows, 1, 1), weight, scale, keep, out, bad, cols, *weight.stride(), *out.stride(),
+        **parts_of(cols, has_simd(weight)), PRUNE=prune,
+    )  # fmt: skip
 
 
 def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
-    if not serves(weight):
+    if not serves(weight) or weight.shape[1] > MOST_COLUMNS:
         return NotImplemented
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
     codes = new_flag(weight) if bad is None else bad
@@ -210,7 +305,7 @@ def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | Non
 
 def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
     """With `bad`, a row that holds a bad value stays as it was; without, values are checked before any is written."""
-    if not serves(weight):
+    if not serves(weight) or weight.shape[1] > MOST_COLUMNS:
         return NotImplemented
     scale, keep = scale.contiguous(), keep.contiguous()
     if bad is None:
@@ -223,14 +318,34 @@ def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | N
 def foreach_row_topk_prune_(
     weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor | None
 ) -> None:
-    """One launch a matrix; without `bad`, all matrices are checked before any is written."""
-    if not all(serves(weight) for weight in weights):
+    """One launch for each dtype and number of columns; without `bad`, all are checked before any is written."""
+    if not all(serves(weight) and weight.shape[1] <= MOST_COLUMNS for weight in weights):
         return NotImplemented
     lists = list(zip(weights, [s.contiguous() for s in scales], [k.contiguous() for k in keeps], strict=True))
     if bad is None:
         for i, matrix in enumerate(lists):
             check_values(f"foreach_row_topk_prune_ at index {i}", *matrix)
         bad = new_flag(weights[0], len(lists))
+    if capturing(weights[0]):
+        for i, (weight, scale, keep) in enumerate(lists):
+            _launch(weight, scale, keep, weight, bad[i : i + 1], prune=True)
+        return None
+    groups: dict[tuple, list[tuple[int, Tensor, Tensor, Tensor]]] = {}
     for i, (weight, scale, keep) in enumerate(lists):
-        _launch(weight, scale, keep, weight, bad[i : i + 1], prune=True)
+        vectors = in_vectors(weight) and scale.data_ptr() % 16 == 0
+        groups.setdefault((weight.dtype, weight.shape[1], vectors), []).append((i, weight, scale, keep))
+    for (_, cols, vectors), group in groups.items():
+        _launch_group(group, bad, cols, vectors)
     return None
+
+
+def _launch_group(group: list[tuple[int, Tensor, Tensor, Tensor]], bad: Tensor, cols: int, vectors: bool) -> None:
+    entries, rows = [], 0
+    for i, weight, scale, keep in group:
+        entries.append((rows, weight.data_ptr(), scale.data_ptr(), keep.data_ptr(), *weight.stride(), i))
+        rows += weight.shape[0]
+    like = group[0][1]
+    launch(
+        _foreach_row_topk_kernel, (rows, 1, 1), like, table_of(entries, like), bad, len(group), cols,
+        **parts_of(cols, has_simd(like)), VECTORS=vectors, BLOCK_L=max(16, power_of_2(len(group))),
+    )  # fmt: skip

@@ -1,7 +1,8 @@
 """N:M selection: each thread holds whole groups of m, ranks them by comparison and writes mask or pruned weight.
 
-Convention: tiles are [BLOCK_R rows, BLOCK_G groups, M2 columns], M2 the power of two at or above m. compress_24 packs
-tiles of 32 rows, within which the metadata of two words of columns is one contiguous stretch.
+Convention: tiles are [BLOCK_R rows, BLOCK_G groups, M2 columns], M2 the power of two at or above m. 2:4 has kernels of
+its own, which hold the four columns of a group in four tensors and decide by bits. compress_24 packs tiles of 32 rows,
+within which the metadata of two words of columns is one contiguous stretch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from .common import (
     flag,
     flag_scale,
     magnitude_bits,
-    on_device,
     score_key,
     serves,
 )
+from .launch import cdiv, launch, power_of_2
 
 MAX_GROUP = 32
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TILE, WARPS = 2048, 4
+TILE_R, TILE_C = 8, 512  # of 2:4
 PACK_C, PACK_WARPS = 256, 8
 
 
@@ -66,20 +69,27 @@ def _nm_kernel(
 
 def tile_of(rows: int, cols: int, m: int) -> tuple[int, int, int]:
     """(BLOCK_R, BLOCK_G, M2) of about TILE weights, half of it where a thread ranks long groups."""
-    m2 = triton.next_power_of_2(m)
+    m2 = power_of_2(m)
     tile = TILE if m2 <= 8 else TILE // 2
-    groups = min(triton.next_power_of_2(triton.cdiv(cols, m)), max(1, tile // 4 // m2))
-    return max(1, min(triton.next_power_of_2(rows), tile // (groups * m2))), groups, m2
+    groups = min(power_of_2(cdiv(cols, m)), max(1, tile // 4 // m2))
+    return max(1, min(power_of_2(rows), tile // (groups * m2))), groups, m2
 
 
 def _launch(weight: Tensor, scale: Tensor, out: Tensor, n: int, m: int, bad: Tensor, prune: bool) -> None:
     rows, cols = weight.shape
-    block_r, block_g, m2 = tile_of(rows, cols, m)
-    with on_device(weight):
-        _nm_kernel[(triton.cdiv(rows, block_r), triton.cdiv(cols, block_g * m))](
-            weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(), n,
-            M=m, M2=m2, BLOCK_R=block_r, BLOCK_G=block_g, PRUNE=prune, num_warps=WARPS, enable_fp_fusion=False,
+    if (n, m) == (2, 4):
+        launch(
+            _24_kernel, (cdiv(rows, TILE_R) * cdiv(cols, TILE_C), 1, 1),
+            weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(),
+            BLOCK_R=TILE_R, BLOCK_C=TILE_C, PRUNE=prune, num_warps=WARPS,
         )  # fmt: skip
+        return
+    block_r, block_g, m2 = tile_of(rows, cols, m)
+    launch(
+        _nm_kernel, (cdiv(rows, block_r), cdiv(cols, block_g * m), 1),
+        weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(), n,
+        M=m, M2=m2, BLOCK_R=block_r, BLOCK_G=block_g, PRUNE=prune, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
@@ -115,32 +125,125 @@ def _quarters(v):
 
 
 @triton.jit
+def _majority(a, b, c):
+    return (a & b) | ((a | b) & c)
+
+
+@triton.jit
+def _larger(a, b):
+    """-1 where score a is larger than score b, else 0: the sign of a difference, which costs least on a GPU.
+
+    On a GPU the difference of two infinities has no sign bit; interpreted it has one.
+    """
+    if INTERPRETED:
+        return tl.where(a > b, -1, 0)
+    else:
+        return (b - a).to(tl.int32, bitcast=True) >> 31
+
+
+@triton.jit
+def _two_of(k0, k1, k2, k3):
+    """-1 for each key that is among the two largest, else 0; of equals the lowest is removed first."""
+    g01, g02, g03 = _larger(k0, k1), _larger(k0, k2), _larger(k0, k3)
+    g12, g13, g23 = _larger(k1, k2), _larger(k1, k3), _larger(k2, k3)
+    keep0, keep1 = _majority(g01, g02, g03), _majority(~g01, g12, g13)
+    keep2, keep3 = _majority(~g02, ~g12, g23), _majority(~g03, ~g13, ~g23)
+    return keep0, keep1, keep2, keep3
+
+
+@triton.jit
+def _choose(mask, a, b):
+    return (a & mask) | (b & ~mask)
+
+
+@triton.jit
+def _wide(w):
+    """Bits of w as int32; a bf16 in the upper half, as its conversion to fp32 has it in a register."""
+    if w.dtype == tl.bfloat16:
+        return w.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    elif w.dtype == tl.float16:
+        return w.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        return w.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _narrow(bits, dtype: tl.constexpr):
+    """The weight that _wide() took."""
+    if dtype == tl.bfloat16:
+        return (bits >> 16).to(tl.int16).to(dtype, bitcast=True)
+    elif dtype == tl.float16:
+        return bits.to(tl.int16).to(dtype, bitcast=True)
+    else:
+        return bits.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _tile_24(weight, scale, bad, rows, cols, stride_r, stride_c, r, start, BLOCK_C: tl.constexpr):
+    """Weights and keys of rows r and BLOCK_C columns; whether the weights are finite, and flags them if not."""
+    c = start + tl.arange(0, BLOCK_C)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    address = weight + r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
+    w = tl.load(address, mask=inside, other=0.0)
+    key = score_key(w, tl.load(scale + c, mask=c < cols, other=0.0)[None, :])
+    finite = True
+    # the key of a weight that is not finite is not either
+    if tl.max(tl.reshape(key, (w.shape[0] * BLOCK_C,)), axis=0) >= INFINITE_BITS:
+        finite = tl.max(tl.reshape(magnitude_bits(w), (w.shape[0] * BLOCK_C,)), axis=0) < INFINITE_BITS
+    flag(bad, tl.where(finite, 0, BAD_WEIGHT))
+    return w, key, finite
+
+
+@triton.jit
+def _24_kernel(
+    weight, scale, out, bad, rows, cols, stride_r, stride_c, out_stride_r, out_stride_c,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PRUNE: tl.constexpr,
+):  # fmt: skip
+    strips = (cols + BLOCK_C - 1) // BLOCK_C
+    r = tl.program_id(0) // strips * BLOCK_R + tl.arange(0, BLOCK_R)
+    start = tl.program_id(0) % strips * BLOCK_C
+    w, key, finite = _tile_24(weight, scale, bad, rows, cols, stride_r, stride_c, r, start, BLOCK_C)
+    if tl.program_id(0) < strips:
+        flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
+    k0, k1, k2, k3 = _quarters(key.to(tl.float32, bitcast=True))
+    keep0, keep1, keep2, keep3 = _two_of(k0, k1, k2, k3)
+    if PRUNE:
+        w0, w1, w2, w3 = _quarters(_wide(w))
+        v0, v1 = _narrow(keep0 & w0, w.dtype), _narrow(keep1 & w1, w.dtype)
+        v2, v3 = _narrow(keep2 & w2, w.dtype), _narrow(keep3 & w3, w.dtype)
+    else:
+        v0, v1 = (keep0 & 1).to(tl.uint8), (keep1 & 1).to(tl.uint8)
+        v2, v3 = (keep2 & 1).to(tl.uint8), (keep3 & 1).to(tl.uint8)
+    tile = tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), (BLOCK_R, BLOCK_C))
+    c = start + tl.arange(0, BLOCK_C)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    target = out + r.to(tl.int64)[:, None] * out_stride_r + c.to(tl.int64)[None, :] * out_stride_c
+    if PRUNE:
+        if finite:
+            tl.store(target, tile, mask=inside)
+    else:
+        tl.store(target, tile, mask=inside)
+
+
+@triton.jit
 def _compress_24_kernel(
     weight, scale, values, meta, bad, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     strips = (cols + BLOCK_C - 1) // BLOCK_C
     band = tl.program_id(0) // strips
     start = tl.program_id(0) % strips * BLOCK_C
-    row = (band * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
-    c = start + tl.arange(0, BLOCK_C)
-    address = weight + row * stride_r + c.to(tl.int64)[None, :] * stride_c
-    w = tl.load(address, mask=(c < cols)[None, :], other=0.0)
-    s = tl.load(scale + c, mask=c < cols, other=0.0)
-    w0, w1, w2, w3 = _quarters(w)
-    k0, k1, k2, k3 = _quarters(score_key(w, s[None, :]))
-    # 1 where the second of two columns goes before the first; of equals the lowest is removed first
-    a01, a02, a03 = (k1 >= k0).to(tl.int32), (k2 >= k0).to(tl.int32), (k3 >= k0).to(tl.int32)
-    a12, a13, a23 = (k2 >= k1).to(tl.int32), (k3 >= k1).to(tl.int32), (k3 >= k2).to(tl.int32)
-    keep0 = a01 + a02 + a03 < 2
-    keep1 = a12 + a13 - a01 < 1
-    keep2 = a23 - a02 - a12 < 0
-    keep3 = a03 + a13 + a23 > 1
-    low = tl.where(keep0, w0, tl.where(keep1, w1, w2))
-    high = tl.where(keep3, w3, tl.where(keep2, w2, w1))
+    r = band * BLOCK_R + tl.arange(0, BLOCK_R)
+    w, key, _ = _tile_24(weight, scale, bad, rows, cols, stride_r, stride_c, r, start, BLOCK_C)
+    k0, k1, k2, k3 = _quarters(key.to(tl.float32, bitcast=True))
+    keep0, keep1, keep2, keep3 = _two_of(k0, k1, k2, k3)
+    w0, w1, w2, w3 = _quarters(_wide(w))
+    low = _narrow(_choose(keep0, w0, _choose(keep1, w1, w2)), w.dtype)
+    high = _narrow(_choose(keep3, w3, _choose(keep2, w2, w1)), w.dtype)
     packed = tl.reshape(tl.join(low, high), (BLOCK_R, BLOCK_C // 2))
     half = start // 2 + tl.arange(0, BLOCK_C // 2)
-    tl.store(values + row * (cols // 2) + half[None, :], packed, mask=(half < cols // 2)[None, :])
-    nibble = tl.where(keep0, 0, tl.where(keep1, 1, 2)) | (tl.where(keep3, 3, tl.where(keep2, 2, 1)) << 2)
+    target = values + r.to(tl.int64)[:, None] * (cols // 2) + half[None, :]
+    tl.store(target, packed, mask=(half < cols // 2)[None, :])
+    nibble = (~keep0 & _choose(keep1, 1, 2)) | _choose(keep3, 12, _choose(keep2, 8, 4))
     places = 4 * tl.arange(0, 4)[None, None, :]
     word = tl.sum(tl.reshape(nibble, (BLOCK_R, BLOCK_C // 16, 4)) << places, axis=2).to(tl.int16)
     # row bits 43210 and column bit 0 of a word are stored in the order 2 1 0 4 c 3
@@ -148,7 +251,6 @@ def _compress_24_kernel(
     pair = start // 32 + tl.arange(0, BLOCK_C // 32)[:, None]
     target = meta + pair.to(tl.int64) * (2 * rows) + (band * 64 + tl.arange(0, 64))[None, :]
     tl.store(target, tl.reshape(word, (BLOCK_C // 32, 64)), mask=pair < cols // 32)
-    flag(bad, tl.where(tl.max(tl.max(magnitude_bits(w), axis=1), axis=0) < INFINITE_BITS, 0, BAD_WEIGHT))
     if band == 0:
         flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
 
@@ -160,11 +262,11 @@ def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tens
     values = torch.empty(rows, cols // 2, dtype=weight.dtype, device=weight.device)
     meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
     codes = new_flag(weight) if bad is None else bad
-    with on_device(weight):
-        _compress_24_kernel[(rows // 32 * triton.cdiv(cols, PACK_C),)](
-            weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
-            BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _compress_24_kernel, (rows // 32 * cdiv(cols, PACK_C), 1, 1),
+        weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
+        BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS,
+    )  # fmt: skip
     if bad is None:
         raise_if_bad("compress_24", codes)
     return values, meta

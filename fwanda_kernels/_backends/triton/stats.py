@@ -7,14 +7,13 @@ single and in a grouped launch. A grouped launch finds its tensors in a table [F
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import in_vectors, on_device, serves
+from .common import in_vectors, serves
+from .launch import capturing, cdiv, find, launch, power_of_2, table_of
 
 BLOCK_T, BLOCK_C, WARPS = 128, 64, 4
 # rows that a tile is folded to at once, in registers: with 16 bytes a load, each thread holds these rows of its columns
@@ -88,20 +87,11 @@ def _add_slabs_kernel(partial, acc, slabs, cols, stride_acc, BLOCK_S: tl.constex
 
 
 @triton.jit
-def _find(starts, count, BLOCK_L: tl.constexpr):
-    """Which tensor this program works for, and which of its programs this is."""
-    i = tl.arange(0, BLOCK_L)
-    started = (i < count) & (tl.load(starts + i, mask=i < count, other=0) <= tl.program_id(0))
-    found = tl.sum(started.to(tl.int32), axis=0) - 1
-    return found, tl.program_id(0) - tl.load(starts + found).to(tl.int32)
-
-
-@triton.jit
 def _foreach_sq_sums_kernel(
     like, counted, partial, table, count,
     MASKED: tl.constexpr, VECTORS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    i, program = _find(table, count, BLOCK_L)
+    i, program = find(table, count, BLOCK_L)
     entry = table + i
     partial += tl.load(entry + 2 * count)
     cols = tl.load(entry + 3 * count).to(tl.int32)
@@ -124,7 +114,7 @@ def _foreach_sq_sums_kernel(
 def _foreach_add_slabs_kernel(
     partial, table, count, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    i, program = _find(table + count, count, BLOCK_L)
+    i, program = find(table + count, count, BLOCK_L)
     entry = table + i
     partial += tl.load(entry + 2 * count)
     cols = tl.load(entry + 3 * count).to(tl.int32)
@@ -137,8 +127,8 @@ def _foreach_add_slabs_kernel(
 
 def slabs_of(tokens: int) -> tuple[int, int]:
     """(slabs, tokens in a slab) for a number of tokens: at most MAX_SLABS, each a multiple of BLOCK_T."""
-    slab = max(SLAB_TOKENS, triton.cdiv(triton.cdiv(tokens, MAX_SLABS), BLOCK_T) * BLOCK_T)
-    return triton.cdiv(tokens, slab), slab
+    slab = max(SLAB_TOKENS, cdiv(cdiv(tokens, MAX_SLABS), BLOCK_T) * BLOCK_T)
+    return cdiv(tokens, slab), slab
 
 
 def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> None:
@@ -148,15 +138,15 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, token_mask: Tensor | None) -> No
     tokens, cols = x.shape
     slabs, slab = slabs_of(tokens)
     partial = torch.empty(slabs, cols, dtype=torch.float32, device=x.device)
-    with on_device(x):
-        _sq_sums_kernel[(triton.cdiv(cols, BLOCK_C), slabs)](
-            x, counted, partial, tokens, cols, *x.stride(), slab,
-            MASKED=counted is not None, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-        _add_slabs_kernel[(triton.cdiv(cols, FINISH_C),)](
-            partial, acc, slabs, cols, acc.stride(0),
-            BLOCK_S=triton.next_power_of_2(slabs), BLOCK_C=FINISH_C, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        _sq_sums_kernel, (cdiv(cols, BLOCK_C), slabs, 1),
+        x, counted, partial, tokens, cols, *x.stride(), slab,
+        MASKED=counted is not None, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS,
+    )  # fmt: skip
+    launch(
+        _add_slabs_kernel, (cdiv(cols, FINISH_C), 1, 1), partial, acc, slabs, cols, acc.stride(0),
+        BLOCK_S=power_of_2(slabs), BLOCK_C=FINISH_C, num_warps=4,
+    )  # fmt: skip
     return None
 
 
@@ -169,39 +159,36 @@ def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask
     pairs = [(acc, x.reshape(-1, x.shape[-1])) for acc, x in zip(accs, xs, strict=True) if x.numel()]
     if not all(serves(x) for _, x in pairs):
         return NotImplemented
-    with on_device(xs[0]):
-        # a graph would read the table's host memory again at each replay; it makes launches cheap anyway
-        if xs[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            for acc, x in pairs:
-                accumulate_sq_sums_(acc, x, token_mask)
-            return None
-        groups: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+    if capturing(xs[0]):
         for acc, x in pairs:
-            groups.setdefault((x.dtype, in_vectors(x)), []).append((acc, x))
-        for (_, vectors), group in groups.items():
-            _accumulate_group(group, _counted(token_mask), vectors)
+            accumulate_sq_sums_(acc, x, token_mask)
+        return None
+    groups: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+    for acc, x in pairs:
+        groups.setdefault((x.dtype, in_vectors(x)), []).append((acc, x))
+    for (_, vectors), group in groups.items():
+        _accumulate_group(group, _counted(token_mask), vectors)
     return None
 
 
 def _accumulate_group(group: list[tuple[Tensor, Tensor]], counted: Tensor | None, vectors: bool) -> None:
     like, count = group[0][1], len(group)
     entries, (programs, finish_programs, size) = _entries(group)
-    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
-    table = _table(entries, like.device, stream)
+    table = table_of(entries, like)
     partial = torch.empty(size, dtype=torch.float32, device=like.device)
-    block_l = max(16, triton.next_power_of_2(count))
-    _foreach_sq_sums_kernel[(programs,)](
-        like, counted, partial, table, count, MASKED=counted is not None, VECTORS=vectors,
-        BLOCK_L=block_l, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
+    block_l = max(16, power_of_2(count))
+    launch(
+        _foreach_sq_sums_kernel, (programs, 1, 1), like, counted, partial, table, count,
+        MASKED=counted is not None, VECTORS=vectors, BLOCK_L=block_l, BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=WARPS,
     )  # fmt: skip
-    block_s = triton.next_power_of_2(max(slabs_of(x.shape[0])[0] for _, x in group))
-    _foreach_add_slabs_kernel[(finish_programs,)](
-        partial, table, count,
-        BLOCK_L=block_l, BLOCK_S=block_s, BLOCK_C=FINISH_C, num_warps=4, enable_fp_fusion=False,
+    block_s = power_of_2(max(slabs_of(x.shape[0])[0] for _, x in group))
+    launch(
+        _foreach_add_slabs_kernel, (finish_programs, 1, 1), partial, table, count,
+        BLOCK_L=block_l, BLOCK_S=block_s, BLOCK_C=FINISH_C, num_warps=4,
     )  # fmt: skip
 
 
-def _entries(group: list[tuple[Tensor, Tensor]]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, int, int]]:
+def _entries(group: list[tuple[Tensor, Tensor]]) -> tuple[list[tuple[int, ...]], tuple[int, int, int]]:
     """The table's column for each tensor; and the programs of both launches and the size of partial, in all.
 
     A column: first program of the sums and of the finish, offset in partial, C, acc, its stride, x, T, tokens in a
@@ -215,14 +202,7 @@ def _entries(group: list[tuple[Tensor, Tensor]]) -> tuple[tuple[tuple[int, ...],
             programs, finish_programs, size, cols, acc.data_ptr(), acc.stride(0),
             x.data_ptr(), tokens, slab, *x.stride(), slabs,
         ))  # fmt: skip
-        programs += triton.cdiv(cols, BLOCK_C) * slabs
-        finish_programs += triton.cdiv(cols, FINISH_C)
+        programs += cdiv(cols, BLOCK_C) * slabs
+        finish_programs += cdiv(cols, FINISH_C)
         size += slabs * cols
-    return tuple(entries), (programs, finish_programs, size)
-
-
-@lru_cache(maxsize=64)
-def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """The table on the device, copied without waiting; kept for calls on the same tensors and the same stream."""
-    table = torch.tensor(entries, dtype=torch.int64, device="cpu").T.contiguous()
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return entries, (programs, finish_programs, size)

@@ -27,16 +27,17 @@ from .common import (
     flag,
     flag_scale,
     in_vectors,
-    on_device,
     serves,
 )
+from .launch import cdiv, launch
 
-SAMPLE = 1 << 21
-BIN_BITS = tl.constexpr(16)
-BINS = 1 << 16
+SAMPLE = 1 << 22
+BIN_BITS = tl.constexpr(18)
+BINS = 1 << 18
 FIELDS = tl.constexpr(9)
 PASSES = 3
-TILE_R, BLOCK_C, WARPS = 2, 512, 4
+TILE_R, BLOCK_C, WARPS = 4, 256, 1
+PROGRAMS = 1 << 14  # of a pass, which share its tiles; those of a pass that is not needed end at once
 BLOCK = 1024
 
 
@@ -85,23 +86,37 @@ def _sample_kernel(
 
 
 @triton.jit
+def _in_eights(v):
+    """Sums of 8 neighbours, which one thread holds."""
+    return tl.sum(tl.reshape(v, (v.shape[0] // 8, 8)), axis=1)
+
+
+@triton.jit
 def _count_kernel(
-    like, table, tile_map, state, histogram, above, inside, bad, tile,
+    like, table, tile_map, state, histogram, above, inside, bad, first, tiles,
     FINAL: tl.constexpr, VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Count the keys above and inside the bracket in each row of a tile; without FINAL, histogram those inside."""
-    tile += tl.program_id(0)
+    """Count the keys above and inside the bracket in each row of some tiles; without FINAL, histogram those inside."""
+    if FINAL or tl.load(state + 3) != 0:
+        for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
+            _count_tile(like, table, tile_map, state, histogram, above, inside, bad, tile,
+                        FINAL, VECTORS, TILE_R, BLOCK_C)  # fmt: skip
+
+
+@triton.jit
+def _count_tile(like, table, tile_map, state, histogram, above, inside, bad, tile,
+                FINAL: tl.constexpr, VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     entry = table + tl.load(tile_map + tile).to(tl.int64) * FIELDS
     rows = tl.load(entry + 3).to(tl.int32)
-    r = (tile - tl.load(entry + 8).to(tl.int32)) * TILE_R + tl.arange(0, TILE_R)
+    r = (tile - tl.load(entry + 8).to(tl.int32)) * TILE_R
     target = tl.load(entry + 7) + r
+    i = tl.arange(0, TILE_R)
+    run = True
     if FINAL:
-        run = tl.max(tl.load(inside + target, mask=r < rows, other=0), axis=0) > 0
-    else:
-        run = tl.load(state + 3) != 0
+        run = tl.max(tl.load(inside + target + i, mask=r + i < rows, other=0), axis=0) > 0
     if run:
         weight = tl.load(entry).to(like.dtype)
-        row_scale = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
+        row_scale = tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + r
         col_scale = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
         cols = tl.load(entry + 4).to(tl.int32)
         stride_r = tl.load(entry + 5)
@@ -109,39 +124,47 @@ def _count_kernel(
         if VECTORS:
             weight, col_scale = tl.multiple_of(weight, 16), tl.multiple_of(col_scale, 16)
             cols, stride_r, stride_c = tl.multiple_of(cols, 16), tl.multiple_of(stride_r, 16), 1
-        low = tl.load(state)
-        high = tl.load(state + 1)
-        pivot = tl.load(state + 2)
+        weight += r.to(tl.int64) * stride_r
+        low, high, pivot = tl.load(state), tl.load(state + 1), tl.load(state + 2)
         width = (high - low).to(tl.uint32, bitcast=True)
-        shift = tl.sum((((high - low) >> (BIN_BITS + tl.arange(0, 16))) > 0).to(tl.int32), axis=0)
-        scale_r = tl.load(row_scale + r, mask=r < rows, other=0.0)[:, None]
-        weight += r[:, None].to(tl.int64) * stride_r
-        n_above = tl.zeros((TILE_R, BLOCK_C), tl.int32)
-        n_below = tl.zeros((TILE_R, BLOCK_C), tl.int32)
-        poison = tl.zeros((TILE_R, BLOCK_C), tl.float32)
+        shift = tl.sum((((high - low) >> tl.minimum(BIN_BITS + tl.arange(0, 16), 31)) > 0).to(tl.int32), axis=0)
+        scales, n_above, n_below = (), (), ()
+        for q in tl.static_range(TILE_R):
+            scales = scales + (tl.load(row_scale + q, mask=r + q < rows, other=0.0),)
+            n_above = n_above + (tl.zeros((BLOCK_C // 8,), tl.int32),)
+            n_below = n_below + (tl.zeros((BLOCK_C // 8,), tl.int32),)
+        poison = tl.zeros((BLOCK_C,), tl.float32)
         for start in range(0, cols, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
-            real = (r < rows)[:, None] & (c < cols)[None, :]
-            w = exact_float(tl.load(weight + c[None, :].to(tl.int64) * stride_c, mask=real, other=0.0))
-            s = tl.load(col_scale + c, mask=c < cols, other=0.0)[None, :]
-            key = _scaled_key(w, s, scale_r)
-            # a count adds the sign bit of a difference; few instructions a weight are what the speed hangs on
-            place = (key - low).to(tl.uint32, bitcast=True)
-            n_below += (place >> 31).to(tl.int32, bitcast=True)
-            n_above += ((high - key).to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
-            if not FINAL:
-                poison = tl.fma(w, 0.0, poison)
-                counted = (place <= width) & real & (key != pivot)
-                tl.atomic_add(histogram + (place >> shift), 1, mask=counted, sem="relaxed")
-        row_above = tl.sum(n_above, axis=1)
+            s = tl.load(col_scale + c, mask=c < cols, other=0.0)
+            weights = ()
+            for q in tl.static_range(TILE_R):
+                address = weight + q * stride_r + c.to(tl.int64) * stride_c
+                weights = weights + (tl.load(address, mask=c < tl.where(r + q < rows, cols, 0), other=0.0),)
+            now_above, now_below = (), ()
+            for q in tl.static_range(TILE_R):
+                w = exact_float(weights[q])
+                key = _scaled_key(w, s, scales[q])
+                # a count adds the sign bit of a difference; few instructions a weight are what the speed hangs on
+                place = (key - low).to(tl.uint32, bitcast=True)
+                beyond = (high - key).to(tl.uint32, bitcast=True) >> 31
+                now_below = now_below + (n_below[q] + _in_eights((place >> 31).to(tl.int32, bitcast=True)),)
+                now_above = now_above + (n_above[q] + _in_eights(beyond.to(tl.int32, bitcast=True)),)
+                if not FINAL:
+                    poison = tl.fma(w, 0.0, poison)
+                    if tl.min(place, axis=0) <= width:
+                        real = c < tl.where(r + q < rows, cols, 0)
+                        counted = (place <= width) & real & (key != pivot)
+                        tl.atomic_add(histogram + (place >> shift), 1, mask=counted, sem="relaxed")
+            n_above, n_below = now_above, now_below
         # padding has key 0, so it is below the bracket, or inside if that begins at 0
-        slots = (cols + BLOCK_C - 1) // BLOCK_C * BLOCK_C
-        row_inside = tl.where(low > 0, slots, cols) - row_above - tl.sum(n_below, axis=1)
-        tl.store(above + target, row_above, mask=r < rows)
-        tl.store(inside + target, row_inside, mask=r < rows)
+        slots = tl.where(low > 0, (cols + BLOCK_C - 1) // BLOCK_C * BLOCK_C, cols)
+        for q in tl.static_range(TILE_R):
+            row_above = tl.sum(n_above[q], axis=0)
+            tl.store(above + target + q, row_above, mask=r + q < rows)
+            tl.store(inside + target + q, slots - row_above - tl.sum(n_below[q], axis=0), mask=r + q < rows)
         if not FINAL:
-            wrong = tl.max(tl.max((poison != 0).to(tl.int32), axis=1), axis=0)
-            flag(bad, wrong * BAD_WEIGHT)
+            flag(bad, tl.max((poison != 0).to(tl.int32), axis=0) * BAD_WEIGHT)
 
 
 def first_bracket(sample: Tensor, total: int, size: int) -> Tensor:
@@ -164,7 +187,7 @@ def _narrow(state: Tensor, histogram: Tensor, above: Tensor, inside: Tensor, tot
     """
     low, high, pivot, active = state.clone().unbind()
     n_above, n_inside = above.sum(), inside.sum()
-    shift = ((high - low) >> torch.arange(16, 32, device=state.device)).gt(0).sum()
+    shift = ((high - low) >> torch.arange(BIN_BITS.value, 32, device=state.device)).gt(0).sum()
     pivot_bin = ((pivot - low) >> shift).clamp(0, BINS - 1)
     histogram.index_add_(0, pivot_bin[None], (n_inside - histogram.sum())[None])
     from_top = histogram.flip(0).cumsum(0)
@@ -187,8 +210,7 @@ def select_threshold(
         return NotImplemented
     codes = new_flag(weights[0]) if bad is None else bad
     row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
-    with on_device(weights[0]):
-        keep = _select(weights, row_scales, col_scales, total, codes)
+    keep = _select(weights, row_scales, col_scales, total, codes)
     if bad is None:
         raise_if_bad("select_threshold", codes)
     return keep
@@ -211,9 +233,10 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
 
     def count(final: bool) -> None:
         for like, first, programs in groups:
-            _count_kernel[(programs,)](
-                like, table, tile_map, state, histogram, above, inside, bad, first,
-                FINAL=final, VECTORS=vectors, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS, enable_fp_fusion=False,
+            launch(
+                _count_kernel, (min(programs, PROGRAMS), 1, 1),
+                like, table, tile_map, state, histogram, above, inside, bad, first, programs,
+                FINAL=final, VECTORS=vectors, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
             )  # fmt: skip
 
     for _ in range(PASSES):
@@ -231,7 +254,7 @@ def _tiles_by_dtype(weights: list[Tensor]) -> tuple[list[tuple[Tensor, int, int]
         begin = end
         for i, weight in enumerate(weights):
             if weight.dtype == dtype:
-                first[i], end = end, end + triton.cdiv(weight.shape[0], TILE_R)
+                first[i], end = end, end + cdiv(weight.shape[0], TILE_R)
         groups.append((next(w for w in weights if w.dtype == dtype), begin, end - begin))
     return groups, first
 
@@ -245,8 +268,9 @@ def _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad) 
         before += weight.numel()
         begin, end = end, before * drawn // size
         work = max(end - begin, rows, cols)
-        _sample_kernel[(triton.cdiv(work, BLOCK),)](
+        launch(
+            _sample_kernel, (cdiv(work, BLOCK), 1, 1),
             weight, row_scales[i], col_scales[i], sample[begin:], table, tile_map, bad, i, end - begin, first_row,
-            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
         first_row += rows

@@ -1,0 +1,94 @@
+"""How an op launches its kernels: at little cost to the host, and over many tensors at once.
+
+Triton's own launch looks at every argument and option anew, which costs the host 20 to 40 us. launch() remembers the
+compiled kernel by what Triton would specialise on, and then hands the arguments straight to it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_compiled: dict[tuple, tuple] = {}
+
+
+def launch(
+    kernel, grid: tuple[int, int, int], like: Tensor, *args: Tensor | int | None, fma=False, **constants
+) -> None:
+    """Run a kernel on the device of `like`.
+
+    Args:
+        kernel: a function under @triton.jit, whose constexpr parameters come last.
+        grid: programs along three axes.
+        like: for the first parameter.
+        args: for the next parameters, in their order; None where the kernel does not read it.
+        fma: whether products and sums may be fused; one value for each kernel.
+        constants: the constexpr parameters and options such as num_warps, in the same order at each call.
+    """
+    device = like.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, grid, like, *args, fma=fma, **constants)
+    key = (id(kernel), device.index, *constants.values(), _kind(like), *map(_kind, args))
+    found = _compiled.get(key)
+    if found is not None:
+        compiled, tail = found
+        compiled[grid](like, *args, *tail)
+        return None
+    compiled = kernel[grid](like, *args, **constants, enable_fp_fusion=fma)
+    if compiled is not None:  # interpreted kernels return nothing
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+    return None
+
+
+def _kind(arg: Tensor | int | None):
+    """What Triton specialises on: the dtype and alignment of a tensor, the width and divisibility of an integer."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, not arg.data_ptr() & 15
+    if arg is None or arg == 1:
+        return arg
+    return not arg & 15, -(1 << 31) <= arg < 1 << 31
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own costs the host 2 us."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n, for n > 0."""
+    return 1 << (n - 1).bit_length()
+
+
+@triton.jit
+def find(starts, count, BLOCK_L: tl.constexpr):
+    """Which of `count` tensors this program works for, and which of its programs this is.
+
+    starts: the first program of each, in order.
+    """
+    i = tl.arange(0, BLOCK_L)
+    started = (i < count) & (tl.load(starts + i, mask=i < count, other=0) <= tl.program_id(0))
+    found = tl.sum(started.to(tl.int32), axis=0) - 1
+    return found, tl.program_id(0) - tl.load(starts + found).to(tl.int32)
+
+
+def table_of(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
+    """[fields, L] int64 on the device of `like`, for a grouped launch, from an entry for each of L tensors."""
+    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+    return _table(tuple(entries), like.device, stream)
+
+
+@lru_cache(maxsize=64)
+def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """Copied without waiting; kept for calls on the same tensors and the same stream."""
+    table = torch.tensor(entries, dtype=torch.int64, device="cpu").T.contiguous()
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: it would read a table's host memory again at each replay."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
