@@ -219,11 +219,16 @@ def test_bits_that_do_not_fit_their_offsets_are_refused_and_read_nothing_else():
 
 def test_arguments_that_do_not_fit_are_named():
     packed, x = fk.pack_weight(make_weight(20, 300)), torch.ones(2, 300)
+    header = fk.read_packed_header(packed)
     for call, message in [
         (lambda: fk.packed_linear(x[:, 1:], packed), "x must be [..., 300] float32 on cpu like the packed weight"),
         (lambda: fk.packed_linear(x.half(), packed), "x must be [..., 300] float32"),
         (lambda: fk.packed_linear(x[0], packed), "x must be [..., C]"),
         (lambda: fk.packed_linear(x, packed, torch.ones(3)), "bias must be [20] float32 on cpu, got [3]"),
+        (lambda: fk.packed_linear(x, packed, [1]), "bias must be"),
+        (lambda: fk.packed_linear(x, None, header=header), "packed must be a torch.Tensor, got None"),
+        (lambda: fk.unpack_weight(packed.float(), header), "packed must be [N] uint8, got"),
+        (lambda: fk.unpack_weight(packed, "header"), "header must be what read_packed_header() returns, got str"),
         (lambda: fk.pack_weight(x, torch.ones(2, 3) > 0), "mask must be [2, 300] bool"),
         (lambda: fk.pack_weight(x.int()), "weight must be [R, C]"),
     ]:

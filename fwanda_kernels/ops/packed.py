@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .. import _checks as checks
-from .._checks import BOOL, UINT8
+from .._checks import BOOL
 from .._dispatch import define, direct_kernel
 
 VERSION = 1
@@ -211,7 +211,9 @@ def packed_linear(
     if x.shape[-1] != columns or x.dtype != header.dtype or x.device != packed.device:
         expected = checks.describe(("...", columns), (header.dtype,), packed.device)
         raise ValueError(f"{op}: x must be {expected} like the packed weight, got {checks.describe_tensor(x)}")
-    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype or bias.device != x.device):
+    if bias is not None and not (
+        isinstance(bias, Tensor) and bias.shape == (rows,) and bias.dtype == x.dtype and bias.device == x.device
+    ):
         checks.expect(op, "bias", bias, (rows,), (x.dtype,), x)
     tokens = x.flatten(0, -2)
     kernel = direct_kernel(op, tokens, packed, bias)
@@ -224,8 +226,11 @@ def packed_linear(
 def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHeader:
     if header is None:
         return read_packed_header(packed)
-    if packed.dim() != 1 or packed.dtype != torch.uint8:
-        checks.expect(op, "packed", packed, packed.shape[:1], UINT8, packed)
+    if not isinstance(packed, Tensor) or packed.dim() != 1 or packed.dtype != torch.uint8:
+        checks.expect_dense(op, "packed", packed)
+        raise ValueError(f"{op}: packed must be [N] uint8, got {checks.describe_tensor(packed)}")
+    if not isinstance(header, PackedHeader):
+        raise ValueError(f"{op}: header must be what read_packed_header() returns, got {type(header).__name__}")
     return header
 
 
