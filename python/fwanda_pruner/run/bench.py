@@ -19,6 +19,7 @@ from ..progress import begin_stage, planned
 from .energy import EnergyMeter
 
 PROMPT = 16  # tokens
+EXTRA = 4  # steps of decoding beside those that are measured
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def bench(
         prompts: lengths of prompts that are read in one pass.
 
     Raises:
-        UserError: as load_model() or pack_(), or a number is not positive.
+        UserError: as load_model() or pack_(); a number is not positive, or more tokens than the model has positions.
     """
     if min(*batches, *prompts, tokens) < 1:
         raise UserError("bench: batches, tokens and prompts must be at least 1")
@@ -75,10 +76,20 @@ def bench(
         for form in ("dense", "packed"):
             begin_stage(form)
             model = _load(folder, form, device, dtype)
+            _check_lengths(model, tokens, prompts)
             with evaluating(model), torch.no_grad():
                 rows += _rows(model, form, batches, tokens, prompts)
             del model
     return rows
+
+
+def _check_lengths(model: nn.Module, tokens: int, prompts: tuple[int, ...]) -> None:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is None:
+        return
+    for flag, length in (("--prompts", max(prompts)), ("--tokens", PROMPT + tokens + EXTRA)):
+        if length > most:
+            raise UserError(f"bench: the model reads at most {most} tokens, {flag} asks for {length}; give fewer")
 
 
 def table(rows: list[Row]) -> str:
@@ -124,7 +135,7 @@ def _rows(model: nn.Module, form: str, batches: tuple[int, ...], tokens: int, pr
     works = {"decode eager": decode_steps} | ({"decode graphs": graph_steps} if device.type == "cuda" else {})
     for work, steps_of in works.items():
         for batch in batches:
-            step = steps_of(model, prompt(batch, PROMPT), tokens + 4)
+            step = steps_of(model, prompt(batch, PROMPT), tokens + EXTRA)
             times, joules = _timed(step, tokens, device)
             ms = 1e3 * statistics.median(times)
             per_token = joules if isinstance(joules, str) else joules / (batch * tokens)

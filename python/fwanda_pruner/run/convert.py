@@ -32,6 +32,7 @@ def pack_folder(source: str | Path, output: str | Path, *, force: bool = False, 
         UserError: `source` is packed already, cannot be loaded, or is dense and not `force`; or `output` cannot be
             written.
     """
+    _check_folder(source)
     if is_packed(source):
         raise UserError(f"{source} is packed already; fwanda unpack {source} --output DIR writes it dense")
     return _convert(source, output, "packed", force=force, overwrite=overwrite)
@@ -39,9 +40,17 @@ def pack_folder(source: str | Path, output: str | Path, *, force: bool = False, 
 
 def unpack_folder(source: str | Path, output: str | Path, *, overwrite: bool = False) -> str:
     """Write a dense copy of a packed folder; arguments, result and errors as pack_folder()."""
+    _check_folder(source)
     if not is_packed(source):
         raise UserError(f"{source} is not packed; give a folder of fwanda pack or --save packed")
     return _convert(source, output, "dense", force=False, overwrite=overwrite)
+
+
+def _check_folder(source: str | Path) -> None:
+    if not Path(source, "config.json").is_file():
+        raise UserError(
+            f"{source} is no folder of a model, which has a config.json; check the path, or download it first"
+        )
 
 
 def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, overwrite: bool) -> str:
