@@ -282,6 +282,31 @@ def test_another_version_of_the_config_is_refused(folder):
 
 
 @pytest.mark.fault("packed file")
+@pytest.mark.parametrize("load", [load_packed, AutoModelForCausalLM.from_pretrained], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"version": None}, "version None"),
+        ({"version": "1"}, "version '1'"),
+        ({"dtype": "nn"}, "dtype of a packed model must be one of float32, bfloat16, float16, got 'nn'"),
+        ({"packed_bytes": None}, "must name its weights, got None"),
+        ({"packed_bytes": {UP: -1}}, f"must be a number of bytes, got -1 for {UP}"),
+        ({"packed_bytes": {UP: 10**30}}, "must be a number of bytes"),
+        ({"packed_bytes": {f"{UP}_packed_0": 800}}, f"{UP} is packed as 1 experts"),
+        ({"packed_bytes": {"model.norm_packed_0": 800}}, "model.norm is packed as 1 experts"),
+    ],
+    ids=str,
+)
+def test_altered_settings_of_a_packed_folder_are_refused_in_one_line(changed, message, load, folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"].update(changed)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        load(folder)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.fault("packed file")
 def test_a_dense_folder_is_not_loaded_as_packed(tmp_path):
     tiny.llama().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="is not packed; load it by load_model"):

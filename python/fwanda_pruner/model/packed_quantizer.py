@@ -16,12 +16,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fwanda_kernels import PackedHeader
 
-from ..errors import UserError
+from ..config import DTYPES
+from ..errors import UserError, show
 from ..notes import warn
 from ..register_packed import METHOD
 from .packed import PackedLinear, checked, packed_weights, put_experts, unpack_layers_
 
 _VERSION = 1  # of quantization_config in config.json
+_MOST_BYTES = 1 << 40  # of one packed weight
+_AGAIN = "config.json is altered; write the packed folder again"
 _EXPERT = re.compile(r"(.+)\.(\w+)_packed_(\d+)")
 
 
@@ -34,13 +37,23 @@ class PackedConfig(QuantizationConfigMixin):
         version: of these settings.
     """
 
-    def __init__(self, packed_bytes: dict[str, int], dtype: str, version: int = _VERSION, **_ignored):
+    def __init__(self, packed_bytes=None, dtype=None, version=None, **_ignored):
         self.quant_method = METHOD
         if version != _VERSION:
             raise UserError(
-                f"the model is packed in version {version}, this fwanda reads version {_VERSION}; pack the model again"
+                f"the model is packed in version {show(version)}, this fwanda reads version {_VERSION}; pack the model "
+                f"again"
             )
-        self.packed_bytes, self.dtype, self.version = packed_bytes, str(dtype).removeprefix("torch."), version
+        if dtype not in DTYPES:
+            raise UserError(
+                f"the dtype of a packed model must be one of {', '.join(DTYPES)}, got {show(dtype)}; {_AGAIN}"
+            )
+        if not isinstance(packed_bytes, dict) or not packed_bytes:
+            raise UserError(f"packed_bytes of a packed model must name its weights, got {show(packed_bytes)}; {_AGAIN}")
+        for name, size in packed_bytes.items():
+            if type(size) is not int or not 0 < size < _MOST_BYTES:
+                raise UserError(f"packed_bytes must be a number of bytes, got {show(size)} for {name}; {_AGAIN}")
+        self.packed_bytes, self.dtype, self.version = packed_bytes, dtype, version
 
     def to_dict(self) -> dict:
         return {
@@ -74,8 +87,14 @@ class PackedQuantizer(HfQuantizer):
                 _put_linear(model, key, size, dtype)
         for (path, name), sizes in experts.items():
             module = _module(model, path)
-            shape = tuple(getattr(module, name).shape[1:])
-            packed = [_empty(sizes[index]) for index in sorted(sizes)]
+            parameter = module._parameters.get(name)
+            if parameter is None or parameter.dim() != 3 or sorted(sizes) != list(range(len(parameter))):
+                raise UserError(
+                    f"{path}.{name} is packed as {len(sizes)} experts, which the model does not have; the files are of "
+                    f"different models"
+                )
+            shape = tuple(parameter.shape[1:])
+            packed = [_empty(sizes[index]) for index in range(len(sizes))]
             put_experts(module, name, packed, [PackedHeader(shape, dtype, "")] * len(packed))
         return model
 
@@ -138,7 +157,7 @@ def _config_of(model: nn.Module) -> PackedConfig:
         dtypes.add(header.dtype)
     if len(dtypes) != 1:
         raise UserError(f"the matrices to pack must have one dtype, got {', '.join(map(str, dtypes)) or 'no matrix'}")
-    return PackedConfig(sizes, str(dtypes.pop()))
+    return PackedConfig(sizes, str(dtypes.pop()).removeprefix("torch."), _VERSION)
 
 
 def _put_linear(model: nn.Module, key: str, size: int, dtype: torch.dtype) -> None:
