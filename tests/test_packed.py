@@ -16,6 +16,7 @@ from fwanda_pruner import (
     Report,
     UserError,
     evaluate_model,
+    keep_zeros,
     load_model,
     load_packed,
     pack_,
@@ -304,6 +305,13 @@ def test_altered_settings_of_a_packed_folder_are_refused_in_one_line(changed, me
     with pytest.raises(UserError) as error:
         load(folder)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_packed_model_is_neither_packed_again_nor_held_at_its_zeros():
+    model = pack_(sparse(tiny.llama()))
+    for call in (pack_, lambda m: pack_(m, force=True), keep_zeros):
+        with pytest.raises(UserError, match=r"is packed already \(model.layers.0.*unpack_\(model\)"):
+            call(model)
 
 
 @pytest.mark.fault("packed file")

@@ -12,6 +12,7 @@ from fwanda_kernels import masked_weight, pack_mask
 
 from ..errors import UserError
 from .arguments import expect_model
+from .packed import expect_dense
 from .targets import find_targets
 
 
@@ -66,9 +67,10 @@ def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> K
         What holds the zeros: a context manager with apply_() and remove().
 
     Raises:
-        UserError: a mask fits no matrix of the model, or no weight is zero.
+        UserError: a mask fits no matrix of the model, no weight is zero, or the model is packed.
     """
     expect_model(model)
+    expect_dense(model)
     targets = {target.name: target for target in find_targets(model)[0]}
     if masks is None:
         packed = {name: pack_mask(target.weight != 0) for name, target in targets.items()}

@@ -14,7 +14,7 @@ from fwanda_kernels import PackedHeader, pack_weight
 from ..errors import UserError
 from .arguments import expect_model
 from .cache import size_text
-from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
+from .packed import PackedExperts, PackedLinear, expect_dense, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import mark_packed, unmark_packed
 from .targets import Target, find_targets
 
@@ -32,9 +32,11 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
         The model. Its config says that it is packed, so save_pretrained() writes a packed folder.
 
     Raises:
-        UserError: no matrix is sparse enough, and not `force`; or the model has no matrices that can be pruned.
+        UserError: no matrix is sparse enough, and not `force`; the model is packed already, or has no matrices that can
+            be pruned.
     """
     expect_model(model)
+    expect_dense(model)
     targets = find_targets(model)[0]
     chosen = targets if force else _sparse(targets)
     if not chosen:

@@ -152,6 +152,17 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, PackedHeader
                 yield f"{path}.{key}", packed, header
 
 
+def expect_dense(model: nn.Module) -> None:
+    """Refuse a model with packed weights.
+
+    Raises:
+        UserError: naming one of them.
+    """
+    name = next((name for name, _, _ in packed_weights(model)), None)
+    if name is not None:
+        raise UserError(f"the model is packed already ({name}); make it dense first: unpack_(model)")
+
+
 def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
     """The header of a packed weight that has the expected shape and dtype, and the bytes of its hash.
 
