@@ -1,6 +1,8 @@
 """Packed models: pack and unpack in memory and on disk, loading by transformers, and what must be refused."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -312,6 +314,18 @@ def test_a_packed_model_is_neither_packed_again_nor_held_at_its_zeros():
     for call in (pack_, lambda m: pack_(m, force=True), keep_zeros):
         with pytest.raises(UserError, match=r"is packed already \(model.layers.0.*unpack_\(model\)"):
             call(model)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_and_pickles_of_packed_models_are_packed_and_whole(again, family):
+    model = pack_(sparse(tiny.build(family)))
+    expected, other = logits(model), again(model)
+    unpack_(model)
+    assert next(packed_weights(model), None) is None
+    assert sum(1 for _ in packed_weights(other)) == len(find_targets(model)[0])
+    assert torch.equal(logits(other), expected)
+    assert_same_state(unpack_(other), state(model))
 
 
 @pytest.mark.fault("packed file")

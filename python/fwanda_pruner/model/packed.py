@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,9 @@ class PackedExperts:
                 key = expert_key(name, index)
                 yield key, getattr(self, key), header
 
+    def __reduce__(self):
+        return _empty_experts, (_dense_class(self), tuple(self.packed_headers)), self.__dict__
+
     def _apply(self, fn: Callable, recurse: bool = True):
         for name, headers in self.packed_headers.items():
             dtype = _dtype_after(fn, headers[0].dtype)
@@ -109,9 +112,28 @@ def put_experts(module: nn.Module, name: str, packed: list[Tensor], headers: lis
         module.register_buffer(expert_key(name, index), weight)
     if not isinstance(module, PackedExperts):
         module.packed_headers = {}
-        module.__class__ = type(f"Packed{type(module).__name__}", (PackedExperts, type(module)), {})
+        module.__class__ = _packed_class(type(module), [])
     module.packed_headers[name] = headers
-    setattr(type(module), name, property(lambda self: _stacked(self, name)))
+    setattr(type(module), name, _unpacking(name))
+
+
+def _packed_class(dense: type, names: Iterable[str]) -> type:
+    """A class of packed experts, whose parameters of these names are packed."""
+    return type(f"Packed{dense.__name__}", (PackedExperts, dense), {name: _unpacking(name) for name in names})
+
+
+def _dense_class(module: PackedExperts) -> type:
+    return type(module).__mro__[2]
+
+
+def _empty_experts(dense: type, names: tuple[str, ...]) -> PackedExperts:
+    """Packed experts without any attribute: what a copy or a pickle begins with."""
+    made = _packed_class(dense, names)
+    return made.__new__(made)
+
+
+def _unpacking(name: str) -> property:
+    return property(lambda self: _stacked(self, name))
 
 
 def _stacked(module: PackedExperts, name: str) -> Tensor:
@@ -127,7 +149,7 @@ def take_experts(module: PackedExperts) -> None:
     dense = {name: nn.Parameter(_stacked(module, name), requires_grad=False) for name in module.packed_headers}
     for key, _, _ in list(module.packed_weights()):
         delattr(module, key)
-    module.__class__ = type(module).__mro__[2]
+    module.__class__ = _dense_class(module)
     del module.packed_headers
     for name, parameter in dense.items():
         module.register_parameter(name, parameter)
