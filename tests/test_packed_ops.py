@@ -1,5 +1,6 @@
 """Packed weights: every bit comes back, the layout is that of docs/packed.md, and products are right."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -215,6 +216,16 @@ def test_bits_that_do_not_fit_their_offsets_are_refused_and_read_nothing_else():
     wrong[64 + 64 + 16 :][:512] = 255  # all bits set, for which there are too few values
     with pytest.raises(RuntimeError, match="packed has been altered"):
         fk.packed_linear(weight[:1], wrong)
+
+
+@pytest.mark.fault("packed file")
+@pytest.mark.parametrize("at", [64, 67, 64 + 4 * 25, 64 + 128, 64 + 128 + 5], ids=str)  # row order, padding, offsets
+def test_places_that_cannot_be_are_refused_even_with_their_hash(at):
+    packed = altered(fk.pack_weight(make_weight(20, 300)), at, 100)
+    digest = hashlib.sha256(bytes(packed[64:].tolist())).digest()
+    packed[32:64] = torch.tensor(list(digest), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="row order or offsets that cannot be"):
+        fk.check_packed(packed)
 
 
 def test_arguments_that_do_not_fit_are_named():

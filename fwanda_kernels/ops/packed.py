@@ -129,7 +129,9 @@ def read_packed_header(packed: Tensor) -> PackedHeader:
 
 
 def check_packed(packed: Tensor) -> PackedHeader:
-    """Compare a packed weight with the hash in its header. Reads it on the host.
+    """Compare a packed weight with the hash in its header, and its row order and offsets with its shape.
+
+    Reads it on the host. With these checks, kernels write only where the result lies.
 
     Args:
         packed: [N] uint8, as pack_weight() returns it.
@@ -138,11 +140,13 @@ def check_packed(packed: Tensor) -> PackedHeader:
         Its header.
 
     Raises:
-        ValueError: as read_packed_header(), or a byte differs.
+        ValueError: as read_packed_header(); a byte differs; or rows or chunks are where they cannot be.
     """
     header = read_packed_header(packed)
     if _sha256(packed[_HEADER:]).hex() != header.sha256:
         raise ValueError("check_packed: packed differs from the SHA-256 in its header; it has been altered")
+    if not _parts_fit(packed, _Sizes(*header.shape)):
+        raise ValueError("check_packed: packed has a row order or offsets that cannot be; it has been altered")
     return header
 
 
@@ -336,8 +340,7 @@ def _unpack(packed: Tensor, rows: int, cols: int, dtype: torch.dtype | None) -> 
     """The dense weight in a dtype, or its mask if that is None."""
     sizes = _Sizes(rows, cols)
     packed = packed.clone() if packed.storage_offset() % 4 or not packed.is_contiguous() else packed
-    order = packed[_HEADER : sizes.offset_at].view(torch.int32).long()
-    offsets = packed[sizes.offset_at : sizes.offset_at + 4 * (sizes.chunks + 1)].view(torch.int32).long()
+    order, offsets = (part.view(torch.int32).long() for part in _order_and_offsets(packed, sizes))
     data = packed[sizes.data_at :]
     bits_dtype = torch.bool if dtype is None else _bits_dtype(dtype)
     out = torch.zeros(rows, cols, dtype=bits_dtype, device=packed.device)
@@ -367,6 +370,20 @@ def _unpack_chunks(data: Tensor, starts: Tensor, dtype: torch.dtype | None, size
     values = torch.zeros(kept.shape, dtype=_bits_dtype(dtype), device=data.device)
     values[kept] = data.view(values.dtype)[(first[:, None, None] + place)[kept]]
     return values
+
+
+def _parts_fit(packed: Tensor, sizes: _Sizes) -> bool:
+    """Whether the row order names each row once, and the chunks follow each other with room for their bits."""
+    order, offsets = (part.cpu().clone().view(torch.int32).long() for part in _order_and_offsets(packed, sizes))
+    rows = torch.arange(sizes.rows, device="cpu")
+    whole = torch.equal(order[: sizes.rows].sort().values, rows) and bool((order[sizes.rows :] == -1).all())
+    room = sizes.bit_words(sizes.tiles, order.device) * 4 // _ALIGNED
+    return whole and int(offsets[0]) == 0 and bool((offsets.diff() >= room).all())
+
+
+def _order_and_offsets(packed: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor]:
+    end = sizes.offset_at + 4 * (sizes.chunks + 1)
+    return packed[_HEADER : sizes.offset_at], packed[sizes.offset_at : end]
 
 
 def _padded_bytes(numbers: Tensor) -> Tensor:
