@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 from test_packed import sparse
 
 from fwanda_pruner import UserError, keep_zeros, load_masks, prune, save_pruned
@@ -100,5 +101,13 @@ def test_masks_that_do_not_fit_are_refused(tmp_path):
         keep_zeros(model, {"nowhere": torch.zeros(2, 2, dtype=torch.uint8)})
     with pytest.raises(UserError, match=r"must be \[48, 4\] uint8"):
         keep_zeros(model, {"model.layers.0.mlp.up_proj": torch.zeros(2, 2, dtype=torch.uint8)})
+    for given, got in [("masks", "str"), ([1], "list")]:
+        with pytest.raises(UserError, match=f"masks must be a Mapping, got {got}"):
+            keep_zeros(model, given)
+    with pytest.raises(UserError, match=r"mask of model.layers.0.mlp.up_proj must be a Tensor, got NoneType"):
+        keep_zeros(model, {"model.layers.0.mlp.up_proj": None})
     with pytest.raises(UserError, match=r"masks\.safetensors"):
+        load_masks(tmp_path)
+    save_file({"x": torch.ones(2)}, tmp_path / "masks.safetensors")
+    with pytest.raises(UserError, match=r"x must be \[R, ceil\(C/8\)\] uint8, got \[2\] torch.float32"):
         load_masks(tmp_path)

@@ -329,6 +329,24 @@ def test_copies_and_pickles_of_packed_models_are_packed_and_whole(again, family)
 
 
 @pytest.mark.fault("packed file")
+@pytest.mark.parametrize(
+    ("save", "file", "name"),
+    [("packed", "model.safetensors", UP), ("masks", "masks.safetensors", UP.removesuffix(".weight"))],
+)
+def test_resuming_finds_altered_bits_in_a_finished_folder(save, file, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny.llama().save_pretrained("model")
+    command = ["prune", "model", "--method", "magnitude", "--no-check", "--save", save, "--output", "out", "--resume"]
+    assert main(command) == 0 and main(command) == 0
+    tensors = load_file(f"out/{file}")
+    tensors[name].view(-1)[-1] ^= 1
+    save_file(tensors, f"out/{file}", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(command) == 2
+    assert UP.removesuffix(".weight") in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.fault("packed file")
 def test_a_dense_folder_is_not_loaded_as_packed(tmp_path):
     tiny.llama().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="is not packed; load it by load_model"):

@@ -1,7 +1,9 @@
 """The dense format, with the masks of the pruned model beside it in `masks.safetensors`: one bit a weight."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -12,13 +14,13 @@ from ..errors import UserError, one_line
 from ..model.load import load_model
 from ..model.targets import find_targets
 from . import dense
+from .audit import Part, WrongZeros, ZeroCount
 
 FILE_NAME = "masks.safetensors"
 
 load = load_model
 model_bytes = dense.model_bytes
 count_zeros = dense.count_zeros
-verify = dense.verify
 
 
 def write(folder: Path, model, tokenizer) -> None:
@@ -32,17 +34,41 @@ def write(folder: Path, model, tokenizer) -> None:
     save_file(masks, folder / FILE_NAME)
 
 
+def verify(
+    folder: str | Path, expected: Mapping[str, ZeroCount], *, model=None, slices: Mapping[str, Part] | None = None
+) -> list[str]:
+    """Compare the zeros in the files, and in the masks, with the expected ones; arguments and result as dense.verify().
+
+    Raises:
+        WrongZeros, UserError: as dense.verify(); or a mask is missing or differs.
+    """
+    masks, ones = load_masks(folder), torch.tensor([number.bit_count() for number in range(256)], device="cpu")
+    for name, count in expected.items():
+        if name not in masks:
+            raise UserError(f"{Path(folder, FILE_NAME)} has no mask of {name}; write the folder again")
+        found = ZeroCount(count.weights - int(ones[masks[name].long()].sum()), count.weights)
+        if found != count:
+            raise WrongZeros(f"the mask of {name}", found, count)
+    return dense.verify(folder, expected, model=model, slices=slices)
+
+
 def load_masks(folder: str | Path) -> dict[str, Tensor]:
     """Masks of a folder of write(): name -> [R, ceil(C/8)] uint8.
 
     Raises:
-        UserError: the folder has no such file, or it is unreadable.
+        UserError: the folder has no such file, or it is unreadable or holds something else.
     """
     file = Path(folder, FILE_NAME)
     if not file.is_file():
         raise UserError(f"{folder} holds no {FILE_NAME}; write it by fwanda prune ... --save masks")
     try:
         with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            masks = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
+    for name, mask in masks.items():
+        if mask.dtype != torch.uint8 or mask.dim() != 2:
+            raise UserError(
+                f"{file}: {name} must be [R, ceil(C/8)] uint8, got {list(mask.shape)} {mask.dtype}; it is another file"
+            )
+    return masks

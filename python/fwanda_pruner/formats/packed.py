@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fwanda_kernels import unpack_weight
+from fwanda_kernels import check_packed, unpack_weight
 
 from ..errors import UserError, one_line
 from ..model.load import load_packed
@@ -46,7 +46,7 @@ def count_zeros(
     """Count the zeros of matrices in the files of a folder; arguments, result and errors as dense.count_zeros().
 
     Raises:
-        UserError: also if a packed matrix is broken.
+        UserError: also if a packed matrix is broken or altered.
     """
     files, slices, counts = stored_tensors(folder), slices or {}, {}
     for name in names:
@@ -84,7 +84,7 @@ def _read(file: Path, key: str) -> Tensor:
 
 def _count(key: str, packed: Tensor) -> ZeroCount:
     try:
-        weight = unpack_weight(packed)
+        weight = unpack_weight(packed, check_packed(packed))
     except ValueError as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
+        raise UserError(f"{key}: {one_line(error)}; write the packed folder again") from error
     return ZeroCount(weight.numel() - int(torch.count_nonzero(weight)), weight.numel())

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fwanda_kernels import masked_weight, pack_mask
 
 from ..errors import UserError
-from .arguments import expect_model
+from .arguments import expect_model, expect_type
 from .packed import expect_dense
 from .targets import find_targets
 
@@ -71,6 +71,7 @@ def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> K
     """
     expect_model(model)
     expect_dense(model)
+    expect_type("masks", masks, Mapping, "give what load_masks() returns")
     targets = {target.name: target for target in find_targets(model)[0]}
     if masks is None:
         packed = {name: pack_mask(target.weight != 0) for name, target in targets.items()}
@@ -87,6 +88,7 @@ def _fitting(name: str, mask: Tensor, targets: Mapping) -> Tensor:
     if name not in targets:
         raise UserError(f"keep_zeros: the model has no matrix {name}; the masks are of another model")
     rows, cols = targets[name].shape
+    expect_type(f"the mask of {name}", mask, Tensor, "give what load_masks() returns", needed=True)
     if tuple(mask.shape) != (rows, (cols + 7) // 8) or mask.dtype != torch.uint8:
         raise UserError(
             f"keep_zeros: the mask of {name} must be [{rows}, {(cols + 7) // 8}] uint8, got {list(mask.shape)} "
