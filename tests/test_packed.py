@@ -309,6 +309,14 @@ def test_altered_settings_of_a_packed_folder_are_refused_in_one_line(changed, me
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_matrices_of_two_dtypes_are_refused_and_the_model_stays_dense():
+    model = sparse(tiny.llama())
+    model.model.layers[1].mlp.to(torch.bfloat16)
+    with pytest.raises(UserError, match="one dtype, got torch.bfloat16, torch.float32"):
+        pack_(model)
+    assert next(packed_weights(model), None) is None
+
+
 def test_a_packed_model_is_neither_packed_again_nor_held_at_its_zeros():
     model = pack_(sparse(tiny.llama()))
     for call in (pack_, lambda m: pack_(m, force=True), keep_zeros):

@@ -15,7 +15,7 @@ from ..errors import UserError
 from .arguments import expect_model
 from .cache import size_text
 from .packed import PackedExperts, PackedLinear, expect_dense, packed_weights, put_experts, take_experts, unpack_layers_
-from .packed_quantizer import mark_packed, unmark_packed
+from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
 from .targets import Target, find_targets
 
 DENSEST = 0.85  # denser matrices gain nothing, and stay as they are
@@ -47,6 +47,7 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
             f"{size_text(weights * size)}, and would take {size_text(weights * size + weights // 8)} packed; prune it "
             f"first, or pack it anyway with --force (force=True in Python)"
         )
+    expect_one_dtype({target.weight.dtype for target in chosen})
     waiting = {target.parameter: target for target in reversed(chosen)}
     del targets, chosen  # so that each dense weight is freed once it is packed
     while waiting:

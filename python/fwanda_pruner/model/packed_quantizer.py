@@ -150,13 +150,19 @@ def register() -> None:
         register_quantizer(METHOD)(PackedQuantizer)
 
 
+def expect_one_dtype(dtypes: set[torch.dtype]) -> None:
+    """Refuse to pack matrices of several dtypes, or none at all."""
+    if len(dtypes) != 1:
+        found = ", ".join(sorted(map(str, dtypes))) or "no matrix"
+        raise UserError(f"the matrices to pack must have one dtype, got {found}; convert the model: model.to(dtype)")
+
+
 def _config_of(model: nn.Module) -> PackedConfig:
     sizes, dtypes = {}, set()
     for name, packed, header in packed_weights(model):
         sizes[name] = len(packed)
         dtypes.add(header.dtype)
-    if len(dtypes) != 1:
-        raise UserError(f"the matrices to pack must have one dtype, got {', '.join(map(str, dtypes)) or 'no matrix'}")
+    expect_one_dtype(dtypes)
     return PackedConfig(sizes, str(dtypes.pop()).removeprefix("torch."), _VERSION)
 
 
