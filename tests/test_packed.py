@@ -317,6 +317,14 @@ def test_matrices_of_two_dtypes_are_refused_and_the_model_stays_dense():
     assert next(packed_weights(model), None) is None
 
 
+@pytest.mark.fault("packed file")
+def test_load_packed_names_what_it_cannot_load(folder):
+    with pytest.raises(UserError, match="dtype must be one of float32, bfloat16, float16, got 'float64'"):
+        load_packed(folder, device="cpu", dtype="float64")
+    with pytest.raises(UserError, match="no such folder"):
+        load_packed("", device="cpu")
+
+
 def test_a_packed_model_is_neither_packed_again_nor_held_at_its_zeros():
     model = pack_(sparse(tiny.llama()))
     for call in (pack_, lambda m: pack_(m, force=True), keep_zeros):

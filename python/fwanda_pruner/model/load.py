@@ -65,10 +65,8 @@ def load_model(
         UserWarning: the converted copy of a GGUF file cannot be kept, or was broken; or other programs keep the CPUs
             busy, so that several threads of this one would wait for each other.
     """
-    target = _device(device)
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    name = _checked_name(name)
+    target, name = _device(device), _checked_name(name)
+    _check_dtype(dtype)
     if target.type == "cpu":
         warn_if_busy()
     gguf = _gguf_path(name)
@@ -97,7 +95,9 @@ def load_packed(
         UserError: as load_model(), or the folder is dense, of another version, or altered.
     """
     target, name = _device(device), _checked_name(name)
-    if Path(name).is_dir() and not is_packed(name):
+    _check_dtype(dtype)
+    gguf = _gguf_path(name) is not None
+    if gguf or (name and Path(name).is_dir() and not is_packed(name)):
         raise UserError(f"{name} is not packed; load it by load_model(), or pack it: fwanda pack {name} --output DIR")
     with quiet(bars=not Path(name).exists()):
         model, tokenizer = _load_hf(name, dtype, False, trust_remote_code)
@@ -157,6 +157,11 @@ def _device(device: str) -> torch.device:
     if target.type == "cuda" and (target.index or 0) >= count:
         raise UserError(f"device {device!r}: torch finds {count} CUDA devices here; use cpu or auto")
     return target
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def _checked_name(name: str | Path) -> str:
