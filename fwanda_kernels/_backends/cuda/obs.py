@@ -29,7 +29,7 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # DType of co
 
 
 def obs_prune_(call: ObsCall) -> None:
-    """Blocks begin at multiples of 4 columns, as 16-byte loads need it."""
+    """Declines blocks that do not begin at multiples of 4 columns, which 16-byte loads need."""
     if not serves(call.weight) or not call.weight.numel() or max(call.weight.shape) > MAX_SIZE:
         return NotImplemented
     size = call.blocks[0].end
