@@ -19,6 +19,7 @@ from .driver import Device, Launch, Zero, capability, check_driver, count_device
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ITEMSIZE = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # DType of common.cuh
 MAX_SIZE = 0x7FFFFFFF  # of a dimension
 _origins: dict[tuple[str, str], str] = {}  # loaded module -> where its code comes from
 _devices: dict[int, Device] = {}
