@@ -1,4 +1,4 @@
-"""The dense format, with the masks of the pruned model beside it in `masks.safetensors`: one bit a weight."""
+"""The dense format, with the masks of the pruned model beside it in `masks.safetensors`: one bit per weight."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ verify = dense.verify
 
 
 def write(folder: Path, model, tokenizer) -> None:
-    """Write a model as dense.write() does, and its masks: the weights that are not zero.
+    """Write a model as dense.write() does, and its masks. A weight that is not zero counts as kept.
 
     `masks.safetensors` holds a tensor [R, ceil(C/8)] uint8 for each matrix that can be pruned, under its name; bit
     j % 8 of byte j // 8 is column j, 1 where the weight is kept.
@@ -33,10 +33,10 @@ def write(folder: Path, model, tokenizer) -> None:
 
 
 def load_masks(folder: str | Path) -> dict[str, Tensor]:
-    """Masks of a folder of write(): name -> [R, ceil(C/8)] uint8.
+    """Masks of a folder that write() made: name -> [R, ceil(C/8)] uint8.
 
     Raises:
-        UserError: the folder has no such file, or it is unreadable.
+        UserError: the folder has no such file, or it cannot be read.
     """
     file = Path(folder, FILE_NAME)
     if not file.is_file():
