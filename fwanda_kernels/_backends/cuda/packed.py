@@ -20,7 +20,7 @@ THREADS = 256
 WARPS, TILE_ROWS, TILES, SPLIT, CHUNK_COLUMNS = 8, 16, 4, 2, 256
 STAGES = 2
 STAGE_BYTES = 512 + 2 * TILE_ROWS * CHUNK_COLUMNS  # the largest chunk
-SHARED_BYTES = 43_264 + 4_096  # Shared of the .cu file, and what aligning it takes
+SHARED_BYTES = 30_976 + 4_096  # Shared of the .cu file, and what aligning it takes
 OVERRUN = 384  # bytes that loads may run over
 MAX_TOKENS, MAX_CLUSTER = 16, 8
 
