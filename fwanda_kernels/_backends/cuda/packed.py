@@ -20,7 +20,7 @@ THREADS = 256
 WARPS, TILE_ROWS, TILES, SPLIT, CHUNK_COLUMNS = 8, 16, 4, 2, 256
 STAGES = 2
 STAGE_BYTES = 512 + 2 * TILE_ROWS * CHUNK_COLUMNS  # the largest chunk
-SHARED_BYTES = 43_264 + 4_096  # the struct Shared of the .cu file, and room to align it
+SHARED_BYTES = 30_976 + 4_096  # the struct Shared of the .cu file, and room to align it
 OVERRUN = 384  # bytes that loads may read past the last buffer
 MAX_TOKENS, MAX_CLUSTER = 16, 8
 
