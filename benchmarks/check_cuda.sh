@@ -23,7 +23,8 @@ step "first call" "$python" benchmarks/first_call.py
 # at most four processes: each of the largest tests takes 10 GB of the GPU
 workers=$("$python" -c 'import xdist' 2>/dev/null && echo "-n 4 --dist worksteal")
 step "tests" "$python" -m pytest -q $workers -W ignore tests/test_cuda.py tests/test_cuda_obs.py \
-    tests/test_cuda_calls.py tests/test_cuda_modules.py -k "not triton and not compiles_every_module"
+    tests/test_cuda_calls.py tests/test_cuda_modules.py tests/test_cuda_packed.py \
+    -k "not triton and not compiles_every_module"
 if command -v compute-sanitizer >/dev/null; then
     step "memcheck" sanitize memcheck
     step "racecheck" sanitize racecheck

@@ -34,6 +34,10 @@ __device__ inline uint32_t load_shared(uint32_t address) {
   return word;
 }
 
+__device__ inline void store_shared(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
 __device__ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t out;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
@@ -120,10 +124,16 @@ struct Place {
     held = !__any_sync(~0u, stop - base > 128 * (first + kScratchRows));
     const uint32_t moved = scratch - 128 * first - base;
     if (held) {
-      const int words = min(int(first) + kScratchRows, int(__reduce_max_sync(~0u, unsigned(own.words + own.odd))));
-#pragma unroll 1
-      for (int w = first; w < words; w++)
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(scratch + 128 * (w - first) + 4 * lane()), "r"(own.word(w)) : "memory");
+      const int rows = kScratchRows, common = max(0, own.common - int(first));
+      const int last = min(rows, int(__reduce_max_sync(~0u, unsigned(own.words + own.odd))) - int(first));
+      const uint32_t to = scratch + 4 * lane(), from = own.values + 128 * first + 4 * lane();
+#pragma unroll 4
+      for (int w = 0; w < min(rows, common); w++) store_shared(to + 128 * w, load_shared(from + 128 * w));
+      const uint32_t beyond = own.further - 4 * (own.common - first);
+#pragma unroll 4
+      for (int w = common; w < last; w++) store_shared(to + 128 * w, int(first) + w < own.words ? load_shared(beyond + 4 * w) : 0);
+      const int odd = own.words - int(first);
+      if (own.odd && odd >= 0 && odd < rows) store_shared(to + 128 * odd, own.word(own.words));
       base += moved, next += moved, stop += moved;
       end = scratch + 128 * kScratchRows;
     } else {
@@ -233,9 +243,13 @@ __device__ inline float load_cluster(uint32_t address, uint32_t block) {
 // Shared memory of a block. The buffers of the warps follow, and 256 bytes that loads may run over.
 struct Shared {
   uint2 table[16][32];  // selectors() for every lane, in its own banks; the address is a multiple of 4096
-  uint32_t scratch[kWarps][kScratchRows + 2][32];
-  float sums[kWarps][kTileRows][2 * kTokens];
-  float block_sums[kTiles * kTileRows][2 * kTokens];
+  union {
+    uint32_t scratch[kWarps][kScratchRows + 2][32];
+    struct {  // when all chunks are done
+      float sums[kWarps][kTileRows][2 * kTokens];
+      float block_sums[kTiles * kTileRows][2 * kTokens];
+    };
+  };
   uint64_t copied[kWarps][kMaxStages];
 };
 
@@ -323,6 +337,7 @@ __device__ inline void linear(const PackedLinear& p, Shared& shared, uint8_t* bu
         }
       }
     });
+  __syncthreads();
 #pragma unroll
   for (int n = 0; n < GROUPS; n++)
 #pragma unroll

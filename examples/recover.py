@@ -1,8 +1,8 @@
-"""Fine-tune a pruned model for eight steps, and hold its zeros. A CPU is enough.
+"""Prune a model, and fine-tune it for eight steps while its removed weights stay zero. A CPU is enough.
 
     python examples/recover.py [MODEL [OUTPUT]]
 
-MODEL is smollm2 if left out, which is pruned first; OUTPUT is pruned-recovered.
+MODEL is smollm2 if left out; OUTPUT, the folder of the result, is pruned-recovered.
 """
 
 import sys

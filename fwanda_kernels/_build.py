@@ -1,7 +1,7 @@
 """Build native code ahead of time, for setup.py and for `python -m fwanda_kernels --build`.
 
 The library for CPUs uses only LibTorch's stable ABI, so one build serves every torch from 2.10 on and every Python; it
-is loaded with `torch.ops.load_library`. The CUDA kernels become cubins, which no version of torch or Python matters to.
+is loaded with `torch.ops.load_library`. The CUDA kernels become cubins, which depend on no version of torch or Python.
 setup.py runs this file without the package, so it imports nothing from it. It finds torch's headers without importing
 torch.
 
@@ -158,7 +158,7 @@ def _host_compiler() -> list[str]:
     raise BuildError("no C++ compiler found: install g++ or clang++, or set CXX")
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -166,4 +166,3 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         output = f"{done.stderr}{done.stdout}"
         raise BuildError(f"{shlex.join(command)}\nfailed with exit status {done.returncode}:\n{output}")
-    return done.stdout

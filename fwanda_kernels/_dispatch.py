@@ -3,8 +3,8 @@
 A backend is one module for each device, or for each family of ops; its functions have the names and arguments of the
 ops. It is imported on the first call that could use it. Importing a backend that cannot serve on this machine raises
 ImportError with the reason. A function that returns NotImplemented declines its arguments; the next backend is tried.
-So it is if a function raises ImportError, before it has changed anything; then it is not called again for this op.
-A module may have a function about(), whose text explain() adds: where its kernels come from.
+The same happens if a function raises ImportError, which it may do before it changes anything; it is then not called
+again for this op. A module may have a function about(): explain() adds its text, which says where kernels come from.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference
 _library = torch.library.Library(NAMESPACE, "DEF")
 _forced: tuple[list[str], ...] = ()  # the open blocks of use_backend(), the last entered at the end: [name] each
 _forcing = Lock()
-_refused: dict[tuple[str, str, str], str] = {}  # backend, device, op -> why the backend gave up at a call
+_refused: dict[tuple[str, str, str], str] = {}  # backend, device, op -> the reason of an ImportError at a call
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _kernel(backend: str, device: str, name: str) -> Callable | str:
 
 @cache
 def _find(backend: str, device: str, name: str) -> Callable | str:
-    """The same as it was before any call. It is looked for once in a process."""
+    """As _kernel(), before any call has failed. It is searched for once in a process."""
     try:
         return _load(backend, device, name)
     except ImportError as error:
@@ -188,7 +188,7 @@ def direct_kernel(name: str, *tensors: torch.Tensor | None) -> Callable | None:
     """The kernel of the first backend, if a call with these CPU tensors would reach it unchanged; else None.
 
     A call of an op passes autograd and the dispatcher in Python, which takes about 20 us: as long as a small matrix
-    product. Tracing, modes, subclasses of tensors and autograd need that way.
+    product. Tracing, modes, subclasses of tensors and autograd need that path, so None is returned for them.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return None
@@ -251,7 +251,7 @@ def _usable(name: str, device: str) -> list[str]:
 def explain(name: str) -> dict[str, dict[str, str]]:
     """Say why each backend does or does not serve an op: {device: {backend: "serves" | "fallback" | reason}}.
 
-    After "serves" and "fallback" may stand where the kernels come from: "serves (built by NVRTC 13.0)".
+    "serves" and "fallback" may be followed by where the kernels come from: "serves (built by NVRTC 13.0)".
 
     Raises:
         ValueError: name is not an op.

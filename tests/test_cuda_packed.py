@@ -58,16 +58,17 @@ def test_products_are_near_fp64_and_the_same_every_time_on_gpu(kind, tokens, dty
 def test_products_run_in_cuda_graphs_and_on_other_streams_on_gpu():
     weight, x = make_weight(256, 1024, torch.bfloat16, device="cuda"), torch.ones(3, 1024, device="cuda").bfloat16()
     packed = fk.pack_weight(weight, make_mask("half", 256, 1024))
-    wanted = fk.packed_linear(x, packed, rows=256, columns=1024)
+    header = fk.read_packed_header(packed)
+    wanted = fk.packed_linear(x, packed, header=header)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = fk.packed_linear(x, packed, rows=256, columns=1024)
+        found = fk.packed_linear(x, packed, header=header)
     x.mul_(2)
     graph.replay()
     assert torch.equal(found, fk.packed_linear(x, packed))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        again = fk.packed_linear(x / 2, packed, rows=256, columns=1024)
+        again = fk.packed_linear(x / 2, packed, header=header)
     stream.synchronize()
     assert torch.equal(again, wanted)

@@ -1,10 +1,10 @@
-"""Packed weights: one bit for each weight and the values of the kept ones, in one buffer that describes itself.
+"""Packed weights: one bit for each weight and the values of the kept ones, in one buffer with a header.
 
 docs/packed.md has the layout. In short: a header; the row order; one offset for each chunk; the chunks. A chunk is 16
 rows of the order times 256 columns. Lane 4 g + t of 32 owns, of each 32 columns, columns 8 t to 8 t + 7 in rows g and
-g + 8, as a tensor-core fragment needs them. A chunk holds its bits, 4 B for each lane and 64 columns, and then values:
-the words that all lanes have, interleaved so that a lane always reads its own memory bank; the further words of each
-lane; and the last value of the lanes with an odd count.
+g + 8, as a tensor-core fragment needs them. A chunk holds its bits, 4 B for each lane and 64 columns, and then
+its values: the words that all lanes have, interleaved so that each lane reads its own bank of shared memory; the
+further words of each lane; and the last value of each lane with an odd count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = 1
 TILE_ROWS, CHUNK_COLUMNS, PAIR_COLUMNS, LANES = 16, 256, 64, 32
 _MAGIC, _HEADER = b"FWPK", 64  # first bytes, and size of the header
 _ALIGNED = 16  # bytes; every part starts at a multiple
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the header has the place in this list
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the header holds the index in this list
 _GROUP = 1 << 21  # weights that are packed or unpacked at once, which bounds the memory of temporaries
 
 
@@ -35,7 +35,7 @@ class PackedHeader:
     Attributes:
         shape: (R, C) of the dense weight.
         dtype: of its values.
-        sha256: of all bytes after the header, as 64 hexadecimal digits.
+        sha256: of all bytes after the header, as 64 hexadecimal digits; "" if it was not read, as products need none.
     """
 
     shape: tuple[int, int]
@@ -44,7 +44,7 @@ class PackedHeader:
 
 
 def pack_weight(weight: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Pack a pruned weight: the bits of its mask, and its kept values with every bit they have.
+    """Pack a pruned weight: the bits of its mask, and its kept values unchanged.
 
     Args:
         weight: [R, C] bf16|fp16|fp32; any values, NaN included.
@@ -103,7 +103,7 @@ def read_packed_header(packed: Tensor) -> PackedHeader:
         packed: [N] uint8.
 
     Raises:
-        ValueError: it is no packed weight, is of another version, or has not the length that its header demands.
+        ValueError: it is no packed weight, has another version, or its length does not match its header.
     """
     op = "read_packed_header"
     checks.expect_dense(op, "packed", packed)
@@ -203,9 +203,10 @@ def packed_linear(
     Raises:
         ValueError: a shape, dtype or device does not fit.
 
-    C++ multiplies up to 16 tokens from the packed bytes, accumulates in fp32 in a fixed order, and rounds once, bias
-    included; more tokens, and other backends, unpack the weight first. The results do not depend on the number of
-    threads. There is no derivative.
+    The C++ and CUDA kernels multiply up to 16 tokens from the packed bytes. They accumulate in fp32 in a fixed order
+    and round once, after the bias is added. The order does not depend on the number of threads of a CPU, but on the
+    number of multiprocessors of a GPU. For more tokens, and in other backends, the weight is unpacked first. There is
+    no derivative.
     """
     op = "packed_linear"
     header = _header_of(op, packed, header)

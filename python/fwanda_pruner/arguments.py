@@ -206,10 +206,10 @@ def _add_report(commands) -> None:
 
 
 def _add_pack(commands) -> None:
-    about = "write a packed copy of a pruned model: one bit a weight, and the kept values"
+    about = "write a packed copy of a pruned model: one bit per weight, and the kept values"
     parser = _command(commands, "pack", pack, about, "DIR --output DIR2")
     _add_folders(parser, "folder of a pruned model")
-    parser.add_argument("--force", action="store_true", help="pack matrices with fewer than 15 %% zeros too")
+    parser.add_argument("--force", action="store_true", help="also pack matrices with less than 15 %% zeros")
 
 
 def _add_unpack(commands) -> None:
@@ -221,9 +221,15 @@ def _add_bench(commands) -> None:
     about = "compare the speed and the memory of a pruned model, packed and dense"
     parser = _command(commands, "bench", bench, about, "DIR")
     parser.add_argument("folder", metavar="DIR", help="folder of a pruned model, packed or dense")
-    parser.add_argument("--batches", metavar="N,N", default="1,4,16", help="sequences at once (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, metavar="N", default=64, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--prompts", metavar="N,N", default="512,2048", help="tokens of prompts (default: %(default)s)")
+    parser.add_argument(
+        "--batches", metavar="N,N", default="1,4,16", help="sequences to decode at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", default=64, help="tokens to decode per sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompts", metavar="N,N", default="512,2048", help="lengths of prompts, in tokens (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     _add_settings(parser, "place")
 

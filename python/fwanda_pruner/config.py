@@ -32,7 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
 SAVE_FORMATS = ("dense", "packed", "masks")
-_LEAST_PACKED = Fraction("0.15")  # below this share of zeros, a packed matrix is larger or slower than a dense one
+LEAST_PACKED = Fraction("0.15")  # share of zeros; a packed matrix with fewer is hardly smaller than a dense one
 _DEEPEST = 8  # nesting of lists and mappings in a file of settings
 
 
@@ -223,8 +223,8 @@ class PruneConfig:
     save: str = _setting(
         "save",
         "dense",
-        "form of the written model. dense: removed weights are zeros; packed: one bit a weight and the kept values; "
-        "masks: dense, and masks.safetensors with one bit a weight",
+        "form of the written model. dense: removed weights are zeros; packed: one bit per weight and the kept values; "
+        "masks: dense, and masks.safetensors with one bit per weight",
         SAVE_FORMATS,
     )
 
@@ -246,7 +246,7 @@ class PruneConfig:
         if self.method == "magnitude" and self.order not in (None, "onepass"):
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
         check_sparsity(self.sparsity, self.pattern)
-        if self.save == "packed" and self.removed < _LEAST_PACKED:
+        if self.save == "packed" and self.removed < LEAST_PACKED:
             raise UserError(f"--save packed needs at least 15 % zeros to gain anything, got {float(self.removed):.0%}")
         self._check_texts()
         if self.weighs_tokens and self.fisher == "mean":

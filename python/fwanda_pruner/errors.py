@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class OtherRankError(UserError):
-    """A UserError that another process of the same run has met, and tells of."""
+    """A UserError that another rank of the same run met; that rank reports it."""
 
 
 def install_hint(extra: str, *more: str) -> str:

@@ -1,6 +1,6 @@
-"""One process of a command that torchrun has started: how it joins the others, and how the job ends when one fails.
+"""The ranks of a command under torchrun: how they join each other, and how all of them end when one fails.
 
-Of one process nothing of this applies. The variables of the environment are those of torchrun.
+Without torchrun, a command is one process and uses none of this. torchrun sets the environment variables read here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import TextIO
 from .errors import UserError, one_line
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PATIENCE = timedelta(days=7)  # for ranks that wait while the first writes or runs tasks; a dead one shows at once
-_FAILED = "failed"  # a key of the store: how many ranks told of a failure
+_PATIENCE = timedelta(days=7)  # of ranks that wait while the first writes or runs tasks; a dead one is noticed at once
+_FAILED = "failed"  # a key of the store: how many ranks have claimed to report a failure
 _DIVIDED = ("prune", "calibrate", "evaluate", "sweep", "sample")  # functions of the commands that ranks can share
-_CLAIM_SECONDS = 5.0  # in which a dead rank shows: first its connections close, then the process is gone
+_CLAIM_SECONDS = 5.0  # to notice a dead rank: first its connections close, then its process disappears
 _STUCK_SECONDS = 10.0  # after which a rank that was told to stop, but waits for a GPU, ends
 
 
@@ -53,7 +53,7 @@ def device_of(name: str) -> str:
     if name not in ("auto", "cuda"):
         raise UserError(f"--device {name} names one GPU for all ranks; leave it out, and each rank gets its own")
     if local >= count:
-        raise UserError(f"rank {local} of this machine has no GPU, it has {count}; use --nproc-per-node {count}")
+        raise UserError(f"rank {local} of this machine has no GPU, there are {count}; use --nproc-per-node {count}")
     torch.cuda.set_device(local)
     return f"cuda:{local}"
 
@@ -61,21 +61,21 @@ def device_of(name: str) -> str:
 class Job:
     """The ranks of a command, for as long as it runs.
 
-    Other ranks than the first print nothing: their streams go nowhere. A rank that fails says so in the store that all
-    ranks share, prints one line and ends; torchrun then stops the others. Those look into the store, and print nothing
-    if a line was printed. If none was, a rank was killed, and the first that finds it gone prints the line.
+    The output of all ranks but the first is discarded. A rank that fails records this in the store that all ranks
+    share, prints one line and ends; torchrun then stops the others. They look into the store, and print
+    nothing if a rank has reported a failure. If none has, a rank was killed: the first to notice this prints the line.
     """
 
     def __init__(self):
         self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
         self._error_stream: TextIO = sys.stderr
         self._store = None
-        self._server = None  # of the store, where torchrun holds none
+        self._server = None  # serves the store, if torchrun does not
         if self.rank > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the process ends
 
     def join(self) -> None:
-        """Joins the process group.
+        """Joins the process group of torchrun.
 
         Raises:
             UserError: the other ranks cannot be reached.
@@ -89,7 +89,7 @@ class Job:
         try:
             if self.rank == 0 and not _torchrun_holds_store():
                 self._server = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
-            # two connections: while the ranks meet, one of them waits, and cannot tell of a failure
+            # two connections: while the ranks meet, one of them is blocked and could not report a failure
             self._store, meeting = (dist.PrefixStore(attempt, dist.TCPStore(*place, is_master=False)) for _ in range(2))
             self._store.set(_process_key(self.rank), f"{os.getpid()} {socket.gethostname()}")
             group = {"rank": self.rank, "world_size": self.size, "timeout": _PATIENCE}
@@ -107,13 +107,13 @@ class Job:
         dist.destroy_process_group()
 
     def explain(self, message: str, *, own: bool) -> str | None:
-        """The line about a failure that this rank shall print; None if another rank prints it.
+        """The line about a failure that this rank must print; None if another rank prints it.
 
         Args:
-            message: about the error of this rank.
-            own: whether it began here; else the rank was told to stop, or lost the connection to another.
+            message: describes the error of this rank.
+            own: whether the failure began in this rank; else it was told to stop, or lost the connection to another.
         """
-        if self._store is None:  # at its start: all ranks fail alike, and the first ends the others
+        if self._store is None:  # before join() all ranks fail alike; rank 0 reports, and torchrun stops the others
             if self.rank:
                 with contextlib.suppress(ValueError):  # not the main thread
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -147,7 +147,7 @@ class Job:
         return f"rank {self.rank} of {self.size}: {message}"
 
     def _claims(self) -> bool:
-        """Whether this rank is the first to tell of a failure."""
+        """Whether this rank is the first to report a failure."""
         try:
             return self._store.add(_FAILED, 1) == 1
         except RuntimeError:  # the store was that of the rank that failed
@@ -160,7 +160,7 @@ class Job:
             return False
 
     def _missing_rank(self) -> int | None:
-        """A rank that never reached the others; None if there is none."""
+        """A rank that never joined; None if there is none."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             return next((r for r in range(self.size) if not self._store.check([_process_key(r)])), None)
         return None
@@ -180,10 +180,10 @@ class Job:
 
 @contextlib.contextmanager
 def joined(job: Job | None, run: Callable) -> Iterator[None]:
-    """Inside the block, the ranks of a job share the work of a command; of one process, nothing happens.
+    """Inside the block, the ranks of a job share the work of a command.
 
     Args:
-        job: None: there is one process.
+        job: None if there is one process; the block then runs as it is.
         run: the function of the command.
 
     Raises:
@@ -211,7 +211,8 @@ def is_lost_connection(error: BaseException) -> bool:
 def ended_if_stuck(end: Callable[[], None]) -> Iterator[None]:
     """Inside the block, a process that got SIGTERM and still runs some seconds later calls `end`, from a thread.
 
-    Python handles a signal only between two of its instructions, and a rank may wait in one for a rank that is gone.
+    Python handles a signal only between two bytecode instructions. A rank may be blocked inside one, waiting for a rank
+    that is gone.
     """
     try:
         reading, writing = socket.socketpair()
@@ -241,14 +242,14 @@ def _torchrun_holds_store() -> bool:
 
 
 def _process_key(rank: int) -> str:
-    """Where the store has the number of a rank's process, and the name of its machine."""
+    """Key of the store for the process id of a rank and the name of its machine."""
     return f"process {rank}"
 
 
 def _killed(rank: int, size: int) -> str:
     return (
-        f"rank {rank} of {size} was killed, perhaps because memory ran out, so all ranks stop; fwanda prune goes on "
-        f"with --resume"
+        f"rank {rank} of {size} was killed, perhaps because memory ran out, so all ranks stop; continue "
+        f"fwanda prune with --resume"
     )
 
 

@@ -7,9 +7,9 @@ import importlib.abc
 import importlib.util
 import sys
 
-# What transformers prints if nobody has registered it, before it fails on the shapes of the weights.
+# Without registration, transformers prints this name before it fails on the shapes of the weights.
 METHOD = "fwanda_packed (install fwanda-kernels, then import fwanda_pruner)"
-_HOME = "transformers.modeling_utils"  # whatever loads a model imports it, after the tables of quantizers
+_HOME = "transformers.modeling_utils"  # every loader of models imports it, after the tables of quantizers
 
 
 def register_when_possible() -> None:
@@ -25,7 +25,7 @@ def _register() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: adds _register() to the loading of one module."""
+    """Makes the loader of one module call _register() afterwards, and finds no other module."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _HOME:

@@ -1,7 +1,7 @@
-"""CUDA from compute capability 9.0 on (Hopper): kernels of csrc/*.cu, compiled by NVRTC and launched by the driver API.
+"""CUDA kernels of csrc/*.cu for compute capability 9.0 (Hopper) and newer, launched through the driver API.
 
-A module for each family of ops plans its launches; run() queues them. Nothing is compiled before the first call of an
-op; cubins are kept on disk (disk.py), and a wheel may bring them (compile.py).
+The module of a family of ops plans its launches; run() queues them. NVRTC compiles a kernel at the first call that
+needs it, unless the package (compile.py) or the cache on disk (disk.py) holds its cubin.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from .driver import Device, Launch, Zero, capability, check_driver, count_device
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ITEMSIZE = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # DType of common.cuh
 MAX_SIZE = 0x7FFFFFFF  # of a dimension
-_origins: dict[tuple[str, str], str] = {}  # module -> where its code is from, of those that were loaded
+_origins: dict[tuple[str, str], str] = {}  # loaded module -> where its code comes from
 _devices: dict[int, Device] = {}
 _lock = Lock()
 
@@ -36,13 +37,13 @@ def _serves_device(index: int) -> bool:
 
 
 def dense_rows(matrix: Tensor) -> bool:
-    """Whether the card serves and the matrix is not empty and has neighbouring columns side by side in memory."""
+    """Whether the card can run the kernels, and the matrix is not empty and has a column stride of 1."""
     rows, cols = matrix.shape
     return serves(matrix) and 0 < rows <= MAX_SIZE and 0 < cols <= MAX_SIZE and (matrix.stride(1) == 1 or cols == 1)
 
 
 def aligned(address: int, row_stride: int, cols: int, itemsize: int) -> bool:
-    """Whether 16-byte loads fit a matrix: every row begins at 16 bytes, and the last column ends one of them."""
+    """Whether 16-byte loads fit a matrix: every row begins at a multiple of 16 bytes and is such a multiple long."""
     return not (address | row_stride * itemsize | cols * itemsize) % 16
 
 
@@ -52,21 +53,22 @@ def variant(dtype: torch.dtype, in_vectors: bool) -> str:
 
 
 def multiprocessors(tensor: Tensor) -> int:
+    """How many the card of a tensor has."""
     return _device(tensor.get_device()).multiprocessors
 
 
 def run(like: Tensor, steps: Sequence[Launch | Zero]) -> None:
     """Queue steps on the current stream of a tensor's device.
 
-    The caller holds every tensor whose address is in the steps until this returns. After that the order of the stream
-    protects its memory.
+    The caller keeps alive every tensor whose address is in the steps until this returns. After that, the memory may be
+    freed: torch reuses it only behind these steps in the stream.
 
     Raises:
         ImportError: a kernel cannot be compiled or loaded; nothing was queued.
         RuntimeError: a launch failed.
     """
     index = like.get_device()
-    # what code compiled by torch.compile calls; torch.cuda.current_stream() takes ten times as long
+    # torch.compile generates this call, too; torch.cuda.current_stream() takes ten times as long
     _device(index).run(steps, torch._C._cuda_getCurrentRawStream(index))
 
 
@@ -80,7 +82,7 @@ def _device(index: int) -> Device:
 
 
 def find_code(module: tuple[str, str], capability: tuple[int, int]) -> bytes:
-    """The cubin of a module for a card: from the package, from the disk, or compiled now.
+    """The cubin of a module for a card: from the package, from the cache, or compiled now.
 
     Raises:
         ImportError: it cannot be compiled here.
@@ -148,7 +150,7 @@ def _served_capability() -> tuple[int, int]:
 
 
 def _expect_kernels() -> None:
-    """Raise ImportError, with the reason, where the kernels cannot be had."""
+    """Raise ImportError with the reason if this machine cannot run or get the kernels."""
     check_driver()
     card = _served_capability()
     try:

@@ -28,9 +28,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 OLDEST_ARCH = 90  # bulk copies and programmatic launches; older cards run Triton
 DEFAULT_ARCHS = (90, 100, 120)
 OPTIONS = ("-std=c++17",)
-BUILT = (
-    PACKAGE / "cubins"
-)  # made by `python -m fwanda_kernels --build cuda`; a wheel built with FWANDA_BUILD=cuda has it
+BUILT = PACKAGE / "cubins"  # of `python -m fwanda_kernels --build cuda`, or of a wheel built with FWANDA_BUILD=cuda
 TEMPORARY = ".tmp-"
 
 _WEIGHTS = {
@@ -81,7 +79,7 @@ def sources() -> Path:
 
 @cache
 def digest(family: str, variant: str, arch: int) -> str:
-    """SHA-256 of all that a cubin depends on, but for its compiler.
+    """SHA-256 of everything that a cubin depends on, except its compiler.
 
     Raises:
         CompileError: as sources().
@@ -100,7 +98,7 @@ def write(path: Path, cubin: Cubin, key: str) -> None:
     """Write a cubin to a file that appears complete or not at all.
 
     Args:
-        key: what read() must ask for.
+        key: read() finds the file only under the same key.
 
     Raises:
         OSError: the file cannot be written; nothing of it is left.
@@ -136,8 +134,8 @@ def build(folder: Path, archs: Iterable[int] | None = None) -> list[Path]:
         The files, one for each module and architecture.
 
     Raises:
-        CompileError: there is no compiler or no source, the compiler does not know an architecture, or it failed. Then
-            the folder is as it was.
+        CompileError: there is no compiler or no source, the compiler does not know an architecture, or it failed. The
+            folder is then unchanged.
         OSError: the folder cannot be written.
     """
     tool = compiler()
@@ -229,7 +227,7 @@ class Nvrtc:
 
     def __init__(self, path: Path | str):
         for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")):
-            ctypes.CDLL(str(builtins))  # NVRTC opens it by name alone, which finds one that is loaded
+            ctypes.CDLL(str(builtins))  # NVRTC opens this library by its bare name, and finds it once it is loaded
         self._library = ctypes.CDLL(str(path))
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()

@@ -1,7 +1,7 @@
 """Cubins on disk for later processes.
 
 The folder is `kernels` in FWANDA_CACHE, else in XDG_CACHE_HOME/fwanda, else in ~/.cache/fwanda. It can be deleted at
-any time. Processes that start at once may all compile; each file appears whole.
+any time. Processes that start at the same time may all compile; each file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import compile as compiling
 
-_LEFTOVER_SECONDS = 24 * 3600  # nobody writes a file for longer; what is older was left by a killed process
+_LEFTOVER_SECONDS = 24 * 3600  # no process writes for so long: an older file was left by a killed one
 
 
 def folder() -> Path | None:
@@ -38,7 +38,7 @@ def load(family: str, variant: str, arch: int, by: str) -> compiling.Cubin | Non
 
 
 def store(family: str, variant: str, arch: int, cubin: compiling.Cubin) -> str | None:
-    """Keep a cubin. Returns None, or why it cannot be kept, in a few words."""
+    """Keep a cubin. Returns None, or a few words that say why it cannot be kept."""
     place = folder()
     if place is None:
         return "there is no home folder; set FWANDA_CACHE to a folder"

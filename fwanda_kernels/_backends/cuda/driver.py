@@ -1,6 +1,6 @@
 """The part of the CUDA driver API that loads and launches kernels, through ctypes.
 
-torch owns the GPU: this module takes its contexts and streams, and allocates nothing.
+torch owns the GPU: this module uses torch's contexts and streams, and allocates no device memory.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ class Zero(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and how it is launched.
+    """One launch of a kernel.
 
     Attributes:
         module: family and variant, as in compile.MODULES.
         kernel: its name in the .cu file.
-        blocks: of the grid in x; rows of the grid are `blocks_y`.
-        threads: of a block.
+        blocks: size of the grid in x.
+        threads: per block.
         parameters: the bytes of each parameter, in order.
         shared: bytes of dynamic shared memory.
-        early: it may start while the kernel before it ends, and waits for that one itself.
+        blocks_y: size of the grid in y.
+        early: programmatic dependent launch: the kernel may start before the previous one ends, and waits for it.
         cluster: blocks of a cluster, which are neighbours in x.
     """
 
@@ -103,7 +104,7 @@ class Device:
     """One GPU, and the kernels that are loaded there.
 
     Args:
-        index: of the device, as torch and the driver count them.
+        index: of the device, in torch and in the driver.
         find_code: gives the cubin of a module for a compute capability.
 
     Attributes:
@@ -135,7 +136,7 @@ class Device:
         if current.value == self._context:
             self._run(steps, stream)
             return
-        # a thread that has not used the GPU yet, or that works on another one
+        # this thread has not used the GPU yet, or works on another one
         call("cuCtxPushCurrent_v2", self._context)
         try:
             self._run(steps, stream)
@@ -167,7 +168,7 @@ class Device:
             raise DriverError("cuLaunchKernelEx", code)
 
     def _load(self, module: tuple[str, str], kernel: str) -> None:
-        """In relaxed mode, loading is allowed while a stream of this or another thread is being captured."""
+        """Load a kernel. Relaxed capture mode allows this while this or another thread captures a stream."""
         with self._lock:
             mode = c_int(_RELAXED)
             call("cuThreadExchangeStreamCaptureMode", byref(mode))
@@ -189,7 +190,7 @@ class Device:
 
 @cache
 def _attributes(early: bool, cluster: int) -> ctypes.Array | tuple[()]:
-    """The launch attributes, one after the other; they stay where they are."""
+    """The launch attributes as a C array; the cache keeps its address valid."""
     packed = _ATTRIBUTE.pack(_PROGRAMMATIC, 1, 0, 0) if early else b""
     if cluster > 1:
         packed += _ATTRIBUTE.pack(_CLUSTER, cluster, 1, 1)
@@ -216,7 +217,7 @@ def _driver() -> dict[str, Callable[..., int]]:
         raise ImportError(f"no CUDA driver: {error}") from error
     functions = {}
     for name, types in _ARGUMENTS.items():
-        if function := getattr(library, name, None):  # an old driver lacks the newest; check_driver() says so
+        if function := getattr(library, name, None):  # an old driver lacks some; check_driver() reports it
             function.argtypes, function.restype = types, c_int
             functions[name] = function
     if code := functions["cuInit"](0):
@@ -239,6 +240,7 @@ def capability(index: int) -> tuple[int, int]:
 
 
 def count_devices() -> int:
+    """Number of GPUs that the driver sees."""
     count = c_int()
     call("cuDeviceGetCount", byref(count))
     return count.value

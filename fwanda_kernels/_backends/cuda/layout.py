@@ -18,10 +18,10 @@ class Layout(struct.Struct):
         self.members = [tuple(field.split()) for field in fields.split(",")]
         codes = "".join(code for code, _ in self.members)
         widest = max("iqP", key=lambda code: (code in codes, struct.calcsize(code)))
-        super().__init__(f"{codes}0{widest}")  # ends where the next struct of an array begins
+        super().__init__(f"{codes}0{widest}")  # padded at the end, as in an array of structs
 
     def offsets(self) -> dict[str, int]:
-        """The place of each member, in bytes."""
+        """Offset of each member, in bytes."""
         places, codes = {}, ""
         for code, member in self.members:
             codes += code
@@ -29,5 +29,5 @@ class Layout(struct.Struct):
         return places
 
 
-# single parameters, and the head of a table whose entries hold pointers
+# single parameters; COUNT is the head of a table whose entries hold pointers
 POINTER, INT, LONG, COUNT = (struct.Struct(code) for code in ("P", "i", "q", "i4x"))

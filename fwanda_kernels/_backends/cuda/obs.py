@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from ..._obs import MAX_BLOCK, Block, ObsCall, walk
-from . import DTYPES, MAX_SIZE, run, serves
+from . import DTYPE_CODES, MAX_SIZE, run, serves
 from . import about as _about
 from .driver import Launch
 from .layout import Layout
@@ -25,11 +25,10 @@ ROWS, THREADS = 32, 256  # of a thread block
 COUNT_BLOCKS = 528
 SHARED_BYTES = (MAX_BLOCK + 2) * MAX_BLOCK * 4
 _GROUPS = (4, 8, 16, 32)
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # DType of common.cuh
 
 
 def obs_prune_(call: ObsCall) -> None:
-    """Blocks begin at multiples of 4 columns, as 16-byte loads need it."""
+    """Declines blocks that do not begin at multiples of 4 columns, which 16-byte loads need."""
     if not serves(call.weight) or not call.weight.numel() or max(call.weight.shape) > MAX_SIZE:
         return NotImplemented
     size = call.blocks[0].end
@@ -51,7 +50,7 @@ def plan(call: ObsCall, work: Tensor, weighting: Tensor, block: Block, errors: T
     argument = BLOCK.pack(
         work.data_ptr(), weight.data_ptr(), call.factor.data_ptr(), weighting.data_ptr(), *optional,
         errors.data_ptr(), counts.data_ptr(), work.stride(0), *weight.stride(), *mask_strides,
-        rows, cols, *block, call.group, _DTYPE_CODES[weight.dtype],
+        rows, cols, *block, call.group, DTYPE_CODES[weight.dtype],
     )  # fmt: skip
     module, row_blocks = ("obs", call.rule), -(-rows // ROWS)
     launches = []

@@ -1,4 +1,4 @@
-"""Packed weights of 16 bits: launches of csrc/packed.cu. More than 16 tokens are multiplied by the unpacked weight."""
+"""Packed weights of 16-bit values: launches of csrc/packed.cu. For more than 16 tokens the weight is unpacked first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ THREADS = 256
 WARPS, TILE_ROWS, TILES, SPLIT, CHUNK_COLUMNS = 8, 16, 4, 2, 256
 STAGES = 2
 STAGE_BYTES = 512 + 2 * TILE_ROWS * CHUNK_COLUMNS  # the largest chunk
-SHARED_BYTES = 43_264 + 4_096  # Shared of the .cu file, and what aligning it takes
-OVERRUN = 384  # bytes that loads may run over
+SHARED_BYTES = 30_976 + 4_096  # the struct Shared of the .cu file, and room to align it
+OVERRUN = 384  # bytes that loads may read past the last buffer
 MAX_TOKENS, MAX_CLUSTER = 16, 8
 
 
@@ -68,7 +68,7 @@ def plan_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, pro
 
 
 def cluster_size(groups: int, chunks: int, processors: int) -> int:
-    """Blocks that share the chunks of four tiles: enough to fill the card, as long as each warp has a chunk."""
+    """Blocks of a cluster, which share the chunks of four tiles: enough to fill the card, if each warp gets a chunk."""
     size = 1
     while size < MAX_CLUSTER and groups * size < processors and 2 * size * SPLIT <= chunks:
         size *= 2
@@ -76,7 +76,7 @@ def cluster_size(groups: int, chunks: int, processors: int) -> int:
 
 
 def _serves(packed: Tensor, columns: int, dtype: torch.dtype) -> bool:
-    """Whether all rows begin at 16 bytes, and so does the packed weight."""
+    """Whether the kernels can run: 16-bit values; rows of x and the packed bytes begin at multiples of 16 bytes."""
     fits = columns % 8 == 0 and columns > 0 and packed.is_contiguous() and packed.data_ptr() % 16 == 0
     return fits and dtype in (torch.bfloat16, torch.float16) and serves(packed)
 

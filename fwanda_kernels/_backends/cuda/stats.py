@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from . import DTYPES, ITEMSIZE, aligned, dense_rows, run
+from . import DTYPE_CODES, ITEMSIZE, aligned, dense_rows, run
 from . import about as _about
 from .driver import Launch
 from .layout import COUNT, POINTER, Layout
@@ -21,7 +21,6 @@ ENTRY = Layout(
 MODULE = ("stats", "any")
 MAX_ENTRIES = 64
 THREADS, STRIP, FINISH_COLUMNS = 256, 256, 32
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}  # DType of common.cuh
 
 
 def slab_tokens(tokens: int) -> int:
@@ -70,7 +69,7 @@ def _table(accs: list[Tensor], xs: list[Tensor], place: int, single: bool) -> tu
     parts, blocks, finish = [COUNT.pack(len(xs))], 0, 0
     for acc, x in zip(accs, xs, strict=True):
         (tokens, cols), stride, slabs, address = x.shape, x.stride(0), _slabs(x), x.data_ptr()
-        code, in_vectors = _DTYPE_CODES[x.dtype], aligned(address, stride, cols, ITEMSIZE[x.dtype])
+        code, in_vectors = DTYPE_CODES[x.dtype], aligned(address, stride, cols, ITEMSIZE[x.dtype])
         parts.append(
             ENTRY.pack(
                 address, acc.data_ptr(), stride, acc.stride(0), tokens, cols, code,

@@ -40,7 +40,7 @@ DIGITS = 3
 def select_threshold(
     weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor | None
 ) -> Tensor:
-    """The kernel searches for total 1 where it is 0, so that it checks the values all the same."""
+    """If total is 0, the kernel searches for 1 weight, so that it still checks all values."""
     rows = sum(w.shape[0] for w in weights)
     if rows > 0x7FFFFFFF or not all(dense_rows(w) for w in weights):
         return NotImplemented

@@ -1,7 +1,7 @@
-"""How an op launches its kernels: at little cost to the host, and over many tensors at once.
+"""Launches of kernels that cost the host little, and that may serve many tensors at once.
 
-Triton's own launch looks at every argument and option anew, which costs the host 20 to 40 us. launch() remembers the
-compiled kernel by what Triton would specialise on, and then hands the arguments straight to it.
+Triton's own launch inspects every argument and option again, which costs the host 20 to 40 us. launch() remembers each
+compiled kernel under what Triton specialises on, and then passes the arguments straight to it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def launch(
     Args:
         kernel: a function under @triton.jit, whose constexpr parameters come last.
         grid: programs along three axes.
-        like: for the first parameter.
-        args: for the next parameters, in their order; None where the kernel does not read it.
-        fma: whether products and sums may be fused; one value for each kernel.
+        like: the first argument of the kernel.
+        args: the next arguments, in order; None where the kernel does not read one.
+        fma: whether multiplications and additions may be fused; always the same for one kernel.
         constants: the constexpr parameters and options such as num_warps, in the same order at each call.
     """
     device = like.device
@@ -66,9 +66,9 @@ def power_of_2(n: int) -> int:
 
 @triton.jit
 def find(starts, count, BLOCK_L: tl.constexpr):
-    """Which of `count` tensors this program works for, and which of its programs this is.
+    """Index of the tensor that this program works on, of `count`, and the number of the program within that tensor.
 
-    starts: the first program of each, in order.
+    starts: the first program of each tensor, in order.
     """
     i = tl.arange(0, BLOCK_L)
     started = (i < count) & (tl.load(starts + i, mask=i < count, other=0) <= tl.program_id(0))
@@ -77,14 +77,14 @@ def find(starts, count, BLOCK_L: tl.constexpr):
 
 
 def table_of(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
-    """[fields, L] int64 on the device of `like`, for a grouped launch, from an entry for each of L tensors."""
+    """Table [fields, L] int64 for one launch over L tensors, on the device of `like`, from an entry for each tensor."""
     stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
     return _table(tuple(entries), like.device, stream)
 
 
 @lru_cache(maxsize=64)
 def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """Copied without waiting; kept for calls on the same tensors and the same stream."""
+    """Copied without waiting, so it is valid only on this stream; later calls on the same tensors reuse it."""
     table = torch.tensor(entries, dtype=torch.int64, device="cpu").T.contiguous()
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 

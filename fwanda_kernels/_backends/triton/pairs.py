@@ -1,8 +1,8 @@
 """Pairs of 16-bit keys: two columns in an int32, so that one instruction counts or masks both.
 
-Convention: the even column is the low half. A half holds a key in [0, 2^15). SIMD says whether the GPU adds and
-compares both halves at once (NVIDIA from compute capability 9.0 on); elsewhere, and interpreted, a 32-bit difference
-does, as no half borrows from the other.
+Convention: the even column is the low half. A half holds a key in [0, 2^15). SIMD says whether the GPU has instructions
+that add and compare both halves at once (NVIDIA from compute capability 9.0 on). Elsewhere, and in the interpreter, one
+32-bit subtraction compares both, because no half borrows from the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def has_simd(tensor: Tensor) -> bool:
-    """SIMD for kernels on this tensor."""
+    """Value of SIMD for kernels on this tensor."""
     return tensor.is_cuda and _has_simd(tensor.device.index)
 
 
@@ -47,7 +47,7 @@ def pair_high(bits, SIMD: tl.constexpr):
 
 @triton.jit
 def bound(key, SIMD: tl.constexpr):
-    """What at_least() takes for a key, 0 <= key <= 2^15."""
+    """The argument `bounds` of at_least() for a key, 0 <= key <= 2^15."""
     if SIMD:
         return ((1 - key) << 16) | ((1 - key) & 0xFFFF)
     else:

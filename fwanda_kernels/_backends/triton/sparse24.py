@@ -143,7 +143,7 @@ def _larger(a, b):
 
 @triton.jit
 def _two_of(k0, k1, k2, k3):
-    """-1 for each key that is among the two largest, else 0; of equals the lowest is removed first."""
+    """-1 for each key that is among the two largest, else 0; of equal keys the lowest column is removed first."""
     g01, g02, g03 = _larger(k0, k1), _larger(k0, k2), _larger(k0, k3)
     g12, g13, g23 = _larger(k1, k2), _larger(k1, k3), _larger(k2, k3)
     keep0, keep1 = _majority(g01, g02, g03), _majority(~g01, g12, g13)
@@ -187,7 +187,7 @@ def _tile_24(weight, scale, bad, rows, cols, stride_r, stride_c, r, start, BLOCK
     w = tl.load(address, mask=inside, other=0.0)
     key = score_key(w, tl.load(scale + c, mask=c < cols, other=0.0)[None, :])
     finite = True
-    # the key of a weight that is not finite is not either
+    # a weight that is not finite has a key that is not finite
     if tl.max(tl.reshape(key, (w.shape[0] * BLOCK_C,)), axis=0) >= INFINITE_BITS:
         finite = tl.max(tl.reshape(magnitude_bits(w), (w.shape[0] * BLOCK_C,)), axis=0) < INFINITE_BITS
     flag(bad, tl.where(finite, 0, BAD_WEIGHT))

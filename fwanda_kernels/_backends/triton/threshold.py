@@ -37,7 +37,7 @@ BINS = 1 << 18
 FIELDS = tl.constexpr(9)
 PASSES = 3
 TILE_R, BLOCK_C, WARPS = 4, 256, 1
-PROGRAMS = 1 << 14  # of a pass, which share its tiles; those of a pass that is not needed end at once
+PROGRAMS = 1 << 14  # of a pass, which share its tiles; if a pass is not needed, its programs end at once
 BLOCK = 1024
 
 
@@ -145,7 +145,7 @@ def _count_tile(like, table, tile_map, state, histogram, above, inside, bad, til
             for q in tl.static_range(TILE_R):
                 w = exact_float(weights[q])
                 key = _scaled_key(w, s, scales[q])
-                # a count adds the sign bit of a difference; few instructions a weight are what the speed hangs on
+                # a count adds the sign bit of a difference: the fewest instructions, which limit the speed here
                 place = (key - low).to(tl.uint32, bitcast=True)
                 beyond = (high - key).to(tl.uint32, bitcast=True) >> 31
                 now_below = now_below + (n_below[q] + _in_eights((place >> 31).to(tl.int32, bitcast=True)),)

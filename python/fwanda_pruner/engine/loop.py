@@ -87,7 +87,7 @@ class Windows(Protocol):
     compiled_modules: Sequence[nn.Module]
 
     def ready(self, group: range, size: int) -> AbstractContextManager[None]:
-        """Entered around the passes of a group, before the sums; `size` is the micro-batch, as far as it is known."""
+        """Entered around the passes of a group, before the sums; `size` is the micro-batch, which may still grow."""
 
     def run(self, start: int, size: int) -> None:
         """Runs the windows [start, start + size)."""
@@ -99,7 +99,7 @@ class Windows(Protocol):
         """Goes on from tensors()."""
 
     def seek(self, start: int) -> None:
-        """Goes to a window, the first of a group; windows from there on run again."""
+        """Goes to the first window of a group; the windows from there on run next, perhaps again."""
 
 
 def run_windows(
@@ -127,7 +127,7 @@ def run_windows(
         unfinished: saves the state of the loop about every minute and at its end; None: never.
 
     Returns:
-        How the windows ran; of several ranks, how those with the least memory ran.
+        How the windows ran; of several ranks, as on those with the least memory.
 
     Raises:
         UserError: one window does not fit, or the blocks cannot be compiled and settings.compile is "on".

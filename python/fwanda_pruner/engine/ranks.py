@@ -1,7 +1,7 @@
 """The processes that share a run: which windows each has, how their sums are merged, and which of them writes.
 
-A run of one process has a form of its own: it has all windows, and whatever it asks for is its own. So no other module
-asks whether there are several processes.
+A run of one process uses the same class: it then has all windows, and every method returns the process's own values.
+So the other modules make the same calls for one process and for several.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..notes import noted, warn
 from .sums import Sums
 
 T = TypeVar("T")
-GROUPS = 16  # of windows, whatever the number of processes: a constant, so that this number does not change the sums
+GROUPS = 16  # of windows; constant, so that the number of processes does not change the sums
 
 
 class Group(NamedTuple):
@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 
 class Node(NamedTuple):
-    """The groups [index << level, (index + 1) << level), which were merged. Their order is that of the windows."""
+    """The merged groups [index << level, (index + 1) << level), in the order of the windows."""
 
     level: int
     index: int
@@ -56,11 +56,11 @@ class Node(NamedTuple):
 class Merging:
     """Merges the sums of groups in pairs of neighbours: groups 0 and 1, 2 and 3, then these pairs, and so on.
 
-    The order of the additions does not depend on who has which group: a process merges the pairs that it has, and the
-    rest are merged when the processes meet. At most one node of each level waits for its sibling.
+    The order of the additions does not depend on which process has which group: a process merges the pairs that it has,
+    and Ranks.merge() merges the rest. At most one node of each level waits for its sibling.
 
     Args:
-        sums: of the kind that is merged. What they hold is replaced.
+        sums: used to merge: what they hold is overwritten.
     """
 
     def __init__(self, sums: Sums):
@@ -89,7 +89,7 @@ class Merging:
 
 
 class Ranks:
-    """One process of a run, and what it does together with the others.
+    """One process of a run, and the operations that it performs together with the others.
 
     Every method must be called by all processes, in the same order.
 
@@ -139,7 +139,7 @@ class Ranks:
         return [Group(group, range(ends[group], ends[group + 1])) for group in mine]
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What the first process computes, on all of them. Tensors must lie on the CPU.
+        """Returns on all processes what the first one computes. Tensors must lie on the CPU.
 
         Raises:
             UserError: on all processes, if `compute` raises it on the first.
@@ -176,7 +176,7 @@ class Ranks:
         """Refuses a run whose processes differ.
 
         Args:
-            facts: gives name -> what must be the same on all processes; not called where there is one.
+            facts: gives name -> what must be the same on all processes; not called if there is one process.
 
         Raises:
             UserError: naming the process and what differs.
@@ -192,12 +192,12 @@ class Ranks:
     def merge(self, sums: Sums, merging: Merging, device: torch.device) -> None:
         """Replaces the sums by those of all processes, in the order of the windows.
 
-        If sums.cost() says what their tensors cost, each tensor comes to one process only: see Sums.owners.
+        A tensor for which sums.cost() gives a cost goes to one process only: see Sums.owners.
 
         Args:
             sums: of this process.
             merging: holds the sums of its groups.
-            device: where tensors that do not lie on the CPU come to lie.
+            device: where to put received tensors that did not lie on the CPU.
         """
         if self.alone:
             return
@@ -237,7 +237,7 @@ class Ranks:
                 tensor.copy_(got)
 
     def _owners(self, costs: Mapping[str, float | None]) -> dict[str, int | None]:
-        """name -> the process that gets the tensor: the dearest first, each to the one with the least; None: all."""
+        """name -> the process that gets the tensor; None: all. Costly ones first, each to the least loaded process."""
         loads = [0.0] * self.size
         owners: dict[str, int | None] = dict.fromkeys(costs)
         for name in sorted((n for n, cost in costs.items() if cost is not None), key=lambda n: -costs[n]):
@@ -283,7 +283,7 @@ class Ranks:
         return None
 
     def _carrier(self, device: torch.device) -> torch.device:
-        """Where a message about tensors on a device lies."""
+        """Device of a message that carries tensors of a device."""
         return device if self._cuda else torch.device("cpu")
 
     def _carrying(self, message: Tensor) -> dist.ProcessGroup | None:

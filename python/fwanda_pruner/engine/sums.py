@@ -17,7 +17,7 @@ class Sums:
     Attributes:
         modules: the modules that the hooks watch.
         uncompiled: what cannot be measured in blocks that torch.compile has compiled; None: the hooks work there too.
-        owners: name -> the only rank that has the tensor after the loop, where cost() says what tensors cost.
+        owners: name -> the only rank that has the tensor after the loop, for tensors that cost() gives a cost.
     """
 
     modules: Sequence[nn.Module] = ()
@@ -28,7 +28,7 @@ class Sums:
         self.owners: dict[str, int] = {}
 
     def begin(self, first: int, last: int) -> None:
-        """Told before the sums are entered: the tokens [first, last) of all windows come next."""
+        """Called before the sums are entered: the next tokens are [first, last) of all windows."""
 
     def __enter__(self) -> Sums:
         return self

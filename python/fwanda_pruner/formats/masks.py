@@ -1,4 +1,4 @@
-"""The dense format, with the masks of the pruned model beside it in `masks.safetensors`: one bit a weight."""
+"""The dense format, with the masks of the pruned model beside it in `masks.safetensors`: one bit per weight."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ count_zeros = dense.count_zeros
 
 
 def write(folder: Path, model, tokenizer) -> None:
-    """Write a model as dense.write() does, and its masks: the weights that are not zero.
+    """Write a model as dense.write() does, and its masks. A weight that is not zero counts as kept.
 
     `masks.safetensors` holds a tensor [R, ceil(C/8)] uint8 for each matrix that can be pruned, under its name; bit
     j % 8 of byte j // 8 is column j, 1 where the weight is kept.
@@ -53,10 +53,10 @@ def verify(
 
 
 def load_masks(folder: str | Path) -> dict[str, Tensor]:
-    """Masks of a folder of write(): name -> [R, ceil(C/8)] uint8.
+    """Masks of a folder that write() made: name -> [R, ceil(C/8)] uint8.
 
     Raises:
-        UserError: the folder has no such file, or it is unreadable or holds something else.
+        UserError: the folder has no such file, or it cannot be read or holds something else.
     """
     file = Path(folder, FILE_NAME)
     if not file.is_file():

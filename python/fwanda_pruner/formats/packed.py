@@ -1,4 +1,4 @@
-"""The packed format: a Hugging Face folder whose pruned matrices hold one bit a weight and the kept values.
+"""The packed format: a Hugging Face folder that stores each pruned matrix as one bit per weight and the kept values.
 
 docs/packed.md has the layout. `load` gives a model that computes with the packed weights; model.load.load_model() reads
 such a folder as a dense model.

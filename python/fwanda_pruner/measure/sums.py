@@ -173,14 +173,14 @@ class HessianSums(Sums):
         return tensors
 
     def cost(self, name: str, shape: tuple[int, ...]) -> float:
-        """Of the factor, and of the walks over the matrices that share it."""
+        """Cost of the factorisation, and of pruning the matrices that share it."""
         rows = sum(self._named[module].weight.shape[0] for module in name.split("+"))
         return shape[0] ** 2 * (shape[0] + rows)
 
     def by_module(self) -> dict[str, Tensor]:
         """name -> [C, C] of each module that was called; modules with the same input share one tensor.
 
-        Where several ranks share a run, those that this rank owns.
+        If several ranks share a run, only those that this rank owns.
         """
         return {name: hessian for names, hessian in self._totals.items() for name in names.split("+")}
 

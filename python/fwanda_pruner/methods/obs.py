@@ -57,7 +57,7 @@ def _prune_matrices(job: GroupJob, targets: Sequence[Target], hessians: Mapping[
 
 
 def _measure_hessians(job: GroupJob) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """name -> [C, C] fp32 X^T X of the inputs, of the matrices that this rank owns; and name -> the owner, of all.
+    """Hessians of the matrices that this rank owns, name -> [C, C] fp32 X^T X; and the owner of every matrix, by name.
 
     Matrices with the same input have the same tensor. A matrix that no token reached has none.
     """

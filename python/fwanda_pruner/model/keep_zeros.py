@@ -1,4 +1,4 @@
-"""Holding the zeros of a pruned model while it is fine-tuned."""
+"""Keeps the removed weights of a pruned model at zero while it is fine-tuned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KeptZeros:
         self.apply_()
 
     def remove(self) -> None:
-        """Stop holding the zeros."""
+        """Stop keeping the removed weights at zero."""
         self._hook.remove()
 
     def __enter__(self) -> KeptZeros:
@@ -52,19 +52,19 @@ class KeptZeros:
 
 
 def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> KeptZeros:
-    """Hold the removed weights of a pruned model at zero while it is fine-tuned.
+    """Keep the removed weights of a pruned model at zero while it is fine-tuned.
 
     It works with any optimizer of torch, and so with transformers' Trainer. An optimizer that keeps its own copies of
-    the weights (fp32 masters, sharded weights) would write them back; call apply_() at the end then. Before an adapter
-    of PEFT is added, call this; after merge_and_unload(), call apply_().
+    the weights (fp32 masters, sharded weights) may write them back later: then call apply_() at the end. With adapters
+    of PEFT, call this before they are added, and apply_() after merge_and_unload().
 
     Args:
         model: a pruned causal language model, on its device.
-        masks: name -> [R, ceil(C/8)] uint8, as formats.masks.load_masks() reads them, to be applied at once. None:
-            the weights that are zero now stay zero.
+        masks: name -> [R, ceil(C/8)] uint8, as load_masks() reads them; they are applied at once. None: the weights
+            that are zero now stay zero.
 
     Returns:
-        What holds the zeros: a context manager with apply_() and remove().
+        A context manager with apply_() and remove(), which keeps the zeros until its end.
 
     Raises:
         UserError: a mask fits no matrix of the model, no weight is zero, or the model is packed.

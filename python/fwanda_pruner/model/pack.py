@@ -11,14 +11,13 @@ from transformers.pytorch_utils import Conv1D
 
 from fwanda_kernels import PackedHeader, pack_weight
 
+from ..config import LEAST_PACKED
 from ..errors import UserError
 from .arguments import expect_model
 from .cache import size_text
 from .packed import PackedExperts, PackedLinear, expect_dense, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
 from .targets import Target, find_targets
-
-DENSEST = 0.85  # denser matrices gain nothing, and stay as they are
 
 
 def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
@@ -43,7 +42,7 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
         weights = sum(target.weight.numel() for target in targets)
         size = targets[0].weight.element_size()
         raise UserError(
-            f"the model is dense: no matrix has more than {1 - DENSEST:.0%} zeros. Its {len(targets)} matrices take "
+            f"the model is dense: no matrix has {float(LEAST_PACKED):.0%} zeros. Its {len(targets)} matrices take "
             f"{size_text(weights * size)}, and would take {size_text(weights * size + weights // 8)} packed; prune it "
             f"first, or pack it anyway with --force (force=True in Python)"
         )
@@ -95,12 +94,12 @@ def packed_meanwhile(model: nn.Module) -> Iterator[None]:
 
 def _sparse(targets: list[Target]) -> list[Target]:
     """The targets that are sparse enough; of fused experts, all of a parameter if they are on average."""
-    kept: dict[str, list[int]] = {}
+    kept: dict[str, list[int]] = {}  # parameter -> weights that are not zero, and all
     for target in targets:
         counts = kept.setdefault(target.parameter, [0, 0])
         counts[0] += int((target.weight != 0).sum())
         counts[1] += target.weight.numel()
-    return [target for target in targets if kept[target.parameter][0] <= DENSEST * kept[target.parameter][1]]
+    return [target for target in targets if kept[target.parameter][0] <= (1 - LEAST_PACKED) * kept[target.parameter][1]]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ class PackedLinear(nn.Module):
         packed: [N] uint8, as fwanda_kernels.pack_weight() returns it.
         header: of `packed`.
         bias: [R] in the dtype of the weight, or None.
-        conv1d: it stands for GPT-2's Conv1D, whose dense weight is transposed.
+        conv1d: whether it replaces GPT-2's Conv1D, whose dense weight is transposed.
 
     Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. `.to(dtype)`
     packs the values again.
@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         return unpack_weight(self.weight, self.header)
 
     def unpacked(self) -> nn.Module:
-        """The dense layer that this one stands for."""
+        """The dense layer that this one replaces."""
         rows, cols = self.header.shape
         weight = self.dense_weight()
         with torch.device("meta"):
@@ -74,7 +74,7 @@ class PackedLinear(nn.Module):
 class PackedExperts:
     """Mixed into the class of a module whose 3-D parameters are packed, one packed weight for each expert.
 
-    Reading such a parameter unpacks it for as long as it is in use.
+    Reading such a parameter unpacks it; nothing keeps the dense tensor after its use.
     """
 
     packed_headers: dict[str, list[PackedHeader]]
@@ -186,7 +186,7 @@ def expect_dense(model: nn.Module) -> None:
 
 
 def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
-    """The header of a packed weight that has the expected shape and dtype, and the bytes of its hash.
+    """Header of a packed weight, after a check of its shape, its dtype and the hash of its bytes.
 
     Raises:
         UserError: naming the tensor.

@@ -1,6 +1,6 @@
-"""Packed folders for transformers: with these two classes registered, from_pretrained() loads them.
+"""Lets from_pretrained() of transformers load packed folders, by the two classes registered here.
 
-`import fwanda_pruner` registers them, as soon as transformers itself is imported (see register_packed.py).
+`import fwanda_pruner` registers them as soon as transformers itself is imported (see register_packed.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PackedConfig(QuantizationConfigMixin):
 
 
 class PackedQuantizer(HfQuantizer):
-    """Replaces layers by packed ones before transformers reads the weights, and checks these afterwards."""
+    """Replaces layers by packed ones before transformers loads the weights, and checks the weights afterwards."""
 
     requires_calibration = False
 
@@ -104,7 +104,7 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model, *_args, **_kwargs):
-        """Sizes may have changed by .to(dtype) since the model was loaded."""
+        """Updates the sizes in the config, which .to(dtype) may have changed since the model was loaded."""
         self.quantization_config = model.config.quantization_config = _config_of(model)
         return None, {}
 
@@ -132,7 +132,7 @@ def mark_packed(model: nn.Module) -> None:
 
 
 def unmark_packed(model: nn.Module) -> None:
-    """Remove what mark_packed() or from_pretrained() have noted."""
+    """Undo mark_packed(), and what from_pretrained() sets on a packed model."""
     for owner, name in (
         (model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"),
         (model.config, "_is_quantized"), (model.config, "_pre_quantization_dtype"),
@@ -181,7 +181,9 @@ def _module(model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError:
-        raise UserError(f"the model has no module {path}, which its packed files name; the files are altered") from None
+        raise UserError(
+            f"the model has no module {path}, which its packed files name; the files have been altered"
+        ) from None
 
 
 def _empty(size: int) -> torch.Tensor:

@@ -205,7 +205,7 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 _DENSE = """\
 Removed weights are stored as zeros. The files are as large as before, and ordinary dense kernels run no faster."""
 _PACKED = """\
-Removed weights are not stored: the files hold one bit a weight and the kept values, in a layout that only
+Removed weights are not stored: the files hold one bit per weight and the kept values, in a layout that only
 fwanda-kernels reads. `fwanda unpack` writes the model as an ordinary folder."""
 _LIMITS = """\
 Pruning changes the answers of the model: measure it on your task. The licence and the limits of the original model

@@ -1,4 +1,4 @@
-"""How fast a pruned model decodes, packed against dense: tokens per second, latency, energy and memory."""
+"""Compares the dense and the packed form of a pruned model: tokens per second, latency, energy and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..model.pack import pack_
 from ..progress import begin_stage, planned
 from .energy import EnergyMeter
 
-PROMPT = 16  # tokens
+PROMPT = 16  # tokens that decoding starts from
 EXTRA = 4  # steps of decoding beside those that are measured
 
 
@@ -31,7 +31,7 @@ class Row:
         work: "decode eager" (one token after the other), "decode graphs" (the same with a static cache, compiled to
             CUDA graphs) or "prefill" (a whole prompt in one pass).
         batch: sequences at once.
-        tokens: generated for each sequence, or in the prompt.
+        tokens: decoded for each sequence, or in the prompt.
         tokens_per_s: of all sequences together.
         ms: median time of a step of decoding, or of the prompt.
         joules_per_token: gross energy of the GPU, or why it was not measured.
@@ -63,7 +63,7 @@ def bench(
         folder: a packed or a dense folder, or another name that load_model() takes.
         device, dtype: as load_model().
         batches: sequences that are decoded at once.
-        tokens: generated for each sequence.
+        tokens: decoded for each sequence.
         prompts: lengths of prompts that are read in one pass.
 
     Raises:
@@ -184,7 +184,7 @@ def graph_steps(model: nn.Module, prompt: Tensor, most: int) -> Callable[[], obj
 
 
 def _timed(step: Callable[[], object], count: int, device: torch.device) -> tuple[list[float], float | str]:
-    """Seconds of each of `count` steps after three that warm up, and the joules of all."""
+    """Seconds of each of `count` steps, after three warm-up steps, and the joules of all."""
     for _ in range(3):
         step()
     times = []

@@ -1,4 +1,4 @@
-"""Packing the folder of a pruned model, and unpacking it again."""
+"""Writes packed copies of dense folders, and dense copies of packed ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pack_folder(source: str | Path, output: str | Path, *, force: bool = False, 
     Args:
         source: a dense folder. Removed weights are those that are +0.0.
         output: the folder to be made.
-        force: pack matrices that are not sparse too.
+        force: also pack matrices that are not sparse.
         overwrite: replace a folder that is not empty.
 
     Returns:
@@ -42,7 +42,7 @@ def unpack_folder(source: str | Path, output: str | Path, *, overwrite: bool = F
     """Write a dense copy of a packed folder; arguments, result and errors as pack_folder()."""
     _check_folder(source)
     if not is_packed(source):
-        raise UserError(f"{source} is not packed; give a folder of fwanda pack or --save packed")
+        raise UserError(f"{source} is not packed; give a folder that fwanda pack or --save packed wrote")
     return _convert(source, output, "dense", force=False, overwrite=overwrite)
 
 

@@ -44,7 +44,7 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     Licences, notices, chat templates and settings of image processors of the model's folder are copied unchanged.
 
     A hidden folder beside `output` takes all files. It is renamed to `output` once they are checked and on disk. On any
-    failure neither folder remains; with `overwrite`, the old folder comes back. Where several ranks share a run, the
+    failure neither folder remains; with `overwrite`, the old folder comes back. If several ranks share a run, the
     first writes, and the others do nothing.
 
     Args:

@@ -100,7 +100,7 @@ class Stages:
     def unfinished(self, name: StageName, part: str = "part") -> _UnfinishedStage | None:
         """Where one long computation inside a stage saves its state; the parts of a stage have different names.
 
-        None where several ranks share it: none of them knows the state of all.
+        None in a process group: no rank knows the state of all.
         """
         return _UnfinishedStage(self._state, f"{name.value}-{part}") if self._ranks.alone else None
 

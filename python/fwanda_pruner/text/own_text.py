@@ -71,7 +71,7 @@ def sample_tokens(
         nsamples, seqlen, dtype=torch.float64, device="cpu", generator=torch.Generator("cpu").manual_seed(seed)
     )
     groups = [uniforms[group.windows.start : group.windows.stop] for group in ranks.groups(nsamples)]
-    longest = max(ranks.gather(max(map(len, groups), default=0)))  # batches of one size, whoever draws them
+    longest = max(ranks.gather(max(map(len, groups), default=0)))  # so that all ranks draw in batches of one size
     saved = None if unfinished is None else unfinished.load()
     tokens = torch.empty(0, seqlen, dtype=torch.int64, device="cpu") if saved is None else saved[0]["tokens"]
     total, label = sum(group.numel() for group in groups), "write text" if progress else None
@@ -96,7 +96,7 @@ class _Batches:
 
     Args:
         model, start_token, seqlen: as sample_tokens().
-        windows: number of windows that are drawn in a row.
+        windows: the most windows that are drawn one after the other.
     """
 
     def __init__(self, model: nn.Module, start_token: int, windows: int, seqlen: int):
@@ -105,7 +105,7 @@ class _Batches:
         self._decoder: Decoder | None = None
 
     def draw(self, uniforms: Tensor, advance: Callable[[int], object]) -> Tensor:
-        """The windows of the next batch, [b <= S, L] int64, from the numbers [S, L] of the windows that are left."""
+        """Windows of the next batch, [b, L] int64, b <= S, from the random numbers [S, L] of the windows left."""
         while True:
             try:
                 self._decoder = self._decoder or Decoder(self._model, self._size, self._seqlen)
