@@ -96,5 +96,5 @@ $(TOOLS): $(INSTALLED)
 	touch $@
 
 # Optional: without a C++ compiler everything runs through torch.
-$(CPU_LIBRARY): $(wildcard csrc/*.cpp) csrc/bad.h fwanda_kernels/_build.py | $(INSTALLED)
+$(CPU_LIBRARY): $(wildcard csrc/*.cpp csrc/*.h) fwanda_kernels/_build.py | $(INSTALLED)
 	@$(BIN)/python -m fwanda_kernels --build cpu || echo "continuing without the C++ backend for CPUs"

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "bad.h"
+#include "bits.h"
 
 namespace {
 
@@ -47,18 +48,6 @@ struct Float {
   uint32_t bits;
   static constexpr uint32_t kMagnitude = 0x7fffffff, kInf = 0x7f800000;
 };
-
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
 
 inline float magnitude(Float w) { return as_float(w.bits & Float::kMagnitude); }
 inline float magnitude(BFloat16 w) { return as_float(uint32_t(w.bits & BFloat16::kMagnitude) << 16); }

@@ -20,6 +20,8 @@
 #include <optional>
 #include <vector>
 
+#include "bits.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define FWANDA_AVX2 __attribute__((target("avx2,fma,f16c,popcnt,bmi")))
@@ -53,18 +55,6 @@ inline uint32_t load32(const uint8_t* p) {
   uint32_t value;
   std::memcpy(&value, p, sizeof value);
   return value;
-}
-
-inline float as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-inline uint32_t as_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
 }
 
 inline float to_float(Float w) { return as_float(w); }
