@@ -238,7 +238,7 @@ def test_arguments_that_do_not_fit_are_named():
         (lambda: fk.packed_linear(x, packed, torch.ones(3)), "bias must be [20] float32 on cpu, got [3]"),
         (lambda: fk.packed_linear(x, packed, [1]), "bias must be"),
         (lambda: fk.packed_linear(x, None, header=header), "packed must be a torch.Tensor, got None"),
-        (lambda: fk.unpack_weight(packed.float(), header), "packed must be [N] uint8, got"),
+        (lambda: fk.unpack_weight(packed.float(), header), "packed must be [N] uint8 on cpu, got"),
         (lambda: fk.unpack_weight(packed, "header"), "header must be what read_packed_header() returns, got str"),
         (lambda: fk.pack_weight(x, torch.ones(2, 3) > 0), "mask must be [2, 300] bool"),
         (lambda: fk.pack_weight(x.int()), "weight must be [R, C]"),

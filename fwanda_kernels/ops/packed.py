@@ -108,7 +108,7 @@ def read_packed_header(packed: Tensor) -> PackedHeader:
     op = "read_packed_header"
     checks.expect_dense(op, "packed", packed)
     if packed.dim() != 1 or packed.dtype != torch.uint8:
-        raise ValueError(f"{op}: packed must be [N] uint8, got {checks.describe_tensor(packed)}")
+        raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     head = bytes(packed[:_HEADER].tolist())
     if len(head) < _HEADER or head[:4] != _MAGIC:
         raise ValueError(f"{op}: packed must begin with a header of {_HEADER} bytes; this is no packed weight")
@@ -233,7 +233,7 @@ def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHe
         return read_packed_header(packed)
     if not isinstance(packed, Tensor) or packed.dim() != 1 or packed.dtype != torch.uint8:
         checks.expect_dense(op, "packed", packed)
-        raise ValueError(f"{op}: packed must be [N] uint8, got {checks.describe_tensor(packed)}")
+        raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     if not isinstance(header, PackedHeader):
         raise ValueError(f"{op}: header must be what read_packed_header() returns, got {type(header).__name__}")
     return header
