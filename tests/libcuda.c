@@ -1,4 +1,5 @@
 /* A stand-in for the CUDA driver: a card of compute capability FAKE_ARCH (90), and a log of what was called. */
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -6,6 +7,7 @@
 
 typedef void *handle;
 static char text[1 << 16];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of text */
 static handle current;
 static int pushed_from;
 
@@ -19,8 +21,10 @@ struct config {
 static int say(const char *format, ...) {
   va_list values;
   va_start(values, format);
+  pthread_mutex_lock(&lock);
   size_t used = strlen(text);
   vsnprintf(text + used, sizeof text - used, format, values);
+  pthread_mutex_unlock(&lock);
   va_end(values);
   return 0;
 }

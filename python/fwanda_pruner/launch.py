@@ -114,6 +114,8 @@ class Job:
             own: whether the failure began in this rank; else it was told to stop, or lost the connection to another.
         """
         if self._store is None:  # before join() all ranks fail alike; rank 0 reports, and torchrun stops the others
+            if self.rank and not own:
+                return None
             if self.rank:
                 with contextlib.suppress(ValueError):  # not the main thread
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
