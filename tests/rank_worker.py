@@ -51,6 +51,8 @@ def runs() -> dict[str, dict]:
     found["sparsegpt-true-sequential"] = {"method": "sparsegpt", "order": "true-sequential"}
     found["micro-batch"] = {"method": "fsparsegpt", "micro_batch": "4"}
     found["self"] = {"method": "fwanda", "calibration": "self", "nsamples": 8}
+    found["streamed"] = {"method": "fsparsegpt", "engine": "streamed", "segment": 1}
+    found["streamed-auto"] = {"method": "fwanda", "allocation": "auto", "engine": "streamed", "segment": 1}
     found["few"] = {"method": "sparsegpt", "calibration": FEW}
     found["experts"] = {"method": "sparsegpt", "family": "qwen2_moe"}
     found["experts-fwanda"] = {"method": "fwanda", "allocation": "response", "family": "qwen3_moe"}

@@ -70,6 +70,14 @@ def test_merged_sums_have_the_same_bits_for_every_number_of_ranks(groups):
     assert torch.allclose(totals[0], sum(v for i, v in enumerate(values) if i != 2), rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "resident"), [("streamed", "fsparsegpt-uniform-sequential"), ("streamed-auto", "fwanda-auto-onepass")]
+)
+def test_streamed_runs_give_the_bits_of_resident_ones(found, name, resident):
+    runs = found[2][0]["runs"]
+    assert runs[name]["weights"] == runs[resident]["weights"]
+
+
 @pytest.mark.parametrize("name", rank_worker.runs())
 def test_every_run_gives_the_same_bits_for_every_number_of_ranks(found, name):
     one = found[1][0]["runs"][name]

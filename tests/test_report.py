@@ -10,7 +10,7 @@ from fwanda_pruner.report.record import MatrixRow, Report, versions
 from fwanda_pruner.report.summary import next_commands, summary, table
 
 # derived, or younger than the first records
-OPTIONAL = {"sparsity", "coverage", "row_histogram", "refit", "backends", "engine", "ranks"}
+OPTIONAL = {"sparsity", "coverage", "row_histogram", "refit", "backends", "engine", "ranks", "segment", "bytes_loaded"}
 
 
 @pytest.mark.fault("denominators")
@@ -82,7 +82,7 @@ def test_stable_keys():
         "perplexity", "sparsity", "matrices", "seconds", "peak_memory_bytes", "energy", "versions", "config",
         "tokens_sha256", "bos", "warnings", "omega_floored_rows", "passes", "energy_details", "domains",
         "block_parameters", "model_parameters", "model_zeros", "coverage", "row_histogram", "refit", "backends",
-        "engine", "ranks",
+        "engine", "ranks", "segment", "bytes_loaded",
     }  # fmt: skip
 
 

@@ -51,15 +51,21 @@ def _config(args: argparse.Namespace) -> PruneConfig:
     return PruneConfig.from_dict({**base, **_given(args)})
 
 
-def _load(args: argparse.Namespace, config: PruneConfig):
-    """The model and tokenizer of a command."""
+def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True):
+    """The model and tokenizer of a command.
+
+    Args:
+        streams: whether the command can run with the streamed engine.
+    """
     begin_stage(StageName.LOAD.title)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     from .model.load import load_model
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
-    return load_model(args.model, device=device_of(config.device), dtype=config.dtype, **trust)
+    engine = config.engine if streams else "resident"
+    place = {"device": device_of(config.device), "engine": engine, "max_bytes": config.memory_limit}
+    return load_model(args.model, dtype=config.dtype, **place, **trust)
 
 
 def _check_texts(
@@ -274,7 +280,7 @@ def sample(args: argparse.Namespace) -> Result:
     titles = [StageName.LOAD.title, StageName.SAMPLE.title]
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
         _tell_of_state(args, state)
-        model, tokenizer = _load(args, config)
+        model, tokenizer = _load(args, config, streams=False)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
     text = f"--calibration {shlex.quote(args.output)} --seqlen {config.seqlen}"
@@ -306,7 +312,7 @@ def evaluate(args: argparse.Namespace) -> Result:
 
     config = _as_recorded(args.model, config)
     with planned([StageName.LOAD.title, "perplexity and zeros", *(["tasks"] if tasks else [])]):
-        model, tokenizer = _load(args, config)
+        model, tokenizer = _load(args, config, streams=not tasks)
         begin_stage("perplexity and zeros")
         result = evaluate_model(model, tokenizer, config=config)
         if tasks:
@@ -352,7 +358,7 @@ def sweep(args: argparse.Namespace) -> Result:
     settings = _task_settings(args)
     if recipe.tasks:
         check_tasks(recipe.tasks, **settings)
-    model, tokenizer = _load(args, recipe.cells[0])
+    model, tokenizer = _load(args, recipe.cells[0], streams=not recipe.tasks)
     try:
         cells = run(model, tokenizer, recipe, args.output, source=args.model, tasks=TaskSettings(**settings))
     except KeyboardInterrupt as interrupt:

@@ -31,6 +31,7 @@ CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics de
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
+ENGINES = ("auto", "resident", "streamed")
 SAVE_FORMATS = ("dense", "packed", "masks")
 LEAST_PACKED = Fraction("0.15")  # share of zeros; a packed matrix with fewer is hardly smaller than a dense one
 _DEEPEST = 8  # nesting of lists and mappings in a file of settings
@@ -171,6 +172,16 @@ class PruneConfig:
         "dtype to compute in, and of what is written (default: as the model is stored; GGUF: float32)",
         DTYPES,
     )
+    engine: str = _setting(
+        "passes",
+        "auto",
+        "where the weights are. resident: all on the device; streamed: a few decoder blocks at a time, and the others "
+        "in RAM or in the files of the model; auto: resident if the weights fit the device",
+        ENGINES,
+    )
+    segment: int | None = _setting(
+        "passes", None, "decoder blocks on the device at a time, if streamed (default: 4)", type=int, metavar="K"
+    )
     micro_batch: str = _setting(
         "passes",
         "auto",
@@ -275,6 +286,11 @@ class PruneConfig:
             raise UserError(f"--micro-batch must be auto or a number of sequences, got {show(self.micro_batch)}")
         if self.compile == self.checkpointing == "on":
             raise UserError("--compile on contradicts --checkpointing on; give only one of them")
+        if self.segment is not None and self.engine == "resident":
+            raise UserError("--segment has no effect with --engine resident; leave it out, or use --engine streamed")
+        if self.engine == "streamed" and "on" in (self.compile, self.checkpointing):
+            on = "compile" if self.compile == "on" else "checkpointing"
+            raise UserError(f"--{on} on has no effect with --engine streamed; leave it out, or use --engine resident")
         if self.max_memory is not None and not self.memory_limit:
             raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {show(self.max_memory)}")
 

@@ -1,7 +1,10 @@
 """How text goes through a model, and where its weights are.
 
 engine.py            the protocol Engine, which all above this folder use, and make_engine()
-resident.py          ResidentEngine, the only engine: all weights lie on one device
+resident.py          ResidentEngine: all weights lie on one device
+streamed.py          StreamedEngine: a few decoder blocks at a time lie on the device
+block_weights.py     BlockWeights: loads a block when it runs, and sends it home
+threshold.py         one threshold for the scores of all targets, block by block
 loop.py              the one window loop: micro-batches, memory, progress; every pass of text runs in it
 ranks.py             Ranks: the processes of a run; they divide the windows and merge their sums
 model_windows.py     windows through the whole model, with the loss or its backward pass

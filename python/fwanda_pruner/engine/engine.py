@@ -10,15 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from ..config import PruneConfig
-from ..model.targets import Target
+from ..errors import UserError
+from ..model.placement import blocks_lie_apart
+from ..model.targets import Target, find_blocks
 from .loop import PassRecord, PassSettings
 from .masks_in_passing import Masks
 from .prefix import SharedPrefix
 from .ranks import Ranks
 from .resident import Block, ResidentEngine
 from .resume import Unfinished
+from .streamed import StreamedEngine
 from .sums import Sums
 from .walk import BlockWalk
+
+_SEGMENT = 4  # decoder blocks: one computes, one is loaded, and the others run once instead of twice
 
 
 class Engine(Protocol):
@@ -34,8 +39,12 @@ class Engine(Protocol):
         progress: whether to show progress bars.
         ranks: the processes that share the run.
         block_count: number of decoder blocks.
+        name, segment, bytes_loaded: for the record, as in Report.
     """
 
+    name: str
+    segment: int | None
+    bytes_loaded: int | None
     model: nn.Module
     targets: Sequence[Target]
     settings: PassSettings
@@ -48,7 +57,9 @@ class Engine(Protocol):
 
     def targets_of(self, index: int) -> list[Target]: ...
 
-    def block(self, index: int) -> AbstractContextManager[Block]: ...
+    def block(self, index: int, *, writes: bool = False) -> AbstractContextManager[Block]: ...
+
+    def running(self) -> AbstractContextManager[None]: ...
 
     def parameters_outside_blocks(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -87,13 +98,23 @@ class Engine(Protocol):
 def make_engine(
     model: nn.Module, targets: Sequence[Target], config: PruneConfig | None = None, *, progress: bool = True
 ) -> Engine:
-    """The engine for a model: today always the resident one.
+    """The engine for a model: streamed if the settings say so, or if its blocks do not lie on the device of the rest.
 
     Args:
         model: a causal language model in eval mode.
         targets: its matrices to prune.
         config: the settings of the run, which say how windows run; None: the defaults.
         progress: whether to show progress bars.
+
+    Raises:
+        UserError: the settings ask for the resident engine, and the blocks lie elsewhere.
     """
-    settings = None if config is None else PassSettings.of(config)
-    return ResidentEngine(model, targets, settings, progress=progress, ranks=Ranks.current())
+    config = config or PruneConfig()
+    settings, shared = PassSettings.of(config), {"progress": progress, "ranks": Ranks.current()}
+    apart = blocks_lie_apart(model)
+    segment = min(config.segment or _SEGMENT, len(find_blocks(model)[1]))
+    if apart and config.engine == "resident":
+        raise UserError("the decoder blocks of the model are not on its device; load it with --engine resident")
+    if apart or (config.engine == "streamed" and segment < len(find_blocks(model)[1])):
+        return StreamedEngine(model, targets, settings, segment=segment, **shared)
+    return ResidentEngine(model, targets, settings, **shared)

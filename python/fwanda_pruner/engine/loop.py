@@ -300,7 +300,7 @@ def _use_less_memory(windows: Windows, record: PassRecord, settings: PassSetting
     else:
         advice = "use shorter windows (--seqlen, --eval-seqlen)"
         if windows.backward:
-            advice = "use a smaller --seqlen, a larger --max-memory, or --checkpointing on"
+            advice = "use a smaller --seqlen, a larger --max-memory, or --engine streamed --segment 1"
         raise UserError(f"a window of {windows.length} tokens does not fit the memory of {windows.device}; {advice}")
     warn(f"{windows.device} ran out of memory: starting again with {change}")
 

@@ -21,6 +21,11 @@ def free_memory(device: torch.device) -> int:
     return min(free, limit - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
+def fits_ram(needed: int) -> bool:
+    """Whether so many bytes are at most half of the free RAM."""
+    return needed < _RAM_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def allocate_large(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """An uninitialised tensor of the dtype of `like`: on its device, else in RAM, else in an unnamed file.
 
@@ -31,7 +36,7 @@ def allocate_large(shape: tuple[int, ...], like: Tensor) -> Tensor:
     needed = count * like.element_size()
     if like.device.type == "cuda" and needed < _GPU_SHARE * free_memory(like.device):
         return like.new_empty(shape)
-    if needed < _RAM_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if fits_ram(needed):
         return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
     try:
         with tempfile.NamedTemporaryFile(prefix="fwanda-") as file:  # the mapping outlives the file's name

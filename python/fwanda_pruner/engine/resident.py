@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class Block:
 
     Attributes:
         module: the block.
-        weights: name -> [R, C] weight of each target in it. What is written to it stays.
+        weights: name -> [R, C] weight of each target in it. What is written to it stays, if the block was asked for to
+            write.
     """
 
     module: nn.Module
@@ -53,7 +54,11 @@ class ResidentEngine:
         progress: as given, on the first rank.
         device: where the model is.
         block_count: number of decoder blocks.
+        name, segment, bytes_loaded: for the record, as in Report.
     """
+
+    name, segment, bytes_loaded = "resident", None, None
+    _more_windows = 1  # see ModelWindows
 
     def __init__(
         self,
@@ -80,9 +85,18 @@ class ResidentEngine:
         return [target for target in self.targets if target.block == index]
 
     @contextmanager
-    def block(self, index: int) -> Iterator[Block]:
-        """Within the `with` statement the weights of decoder block `index` are in memory; what is written stays."""
+    def block(self, index: int, *, writes: bool = False) -> Iterator[Block]:
+        """Within the `with` statement the weights of decoder block `index` are in memory.
+
+        Args:
+            index: of the block.
+            writes: whether the weights are changed inside. Without it, changes may be lost.
+        """
         yield Block(self._blocks[index], {target.name: target.weight for target in self.targets_of(index)})
+
+    def running(self) -> AbstractContextManager[None]:
+        """Inside, the model itself may be called."""
+        return nullcontext()
 
     def parameters_outside_blocks(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and parameter of all that lies outside the decoder blocks: embeddings, norms, heads, other towers."""
@@ -113,7 +127,7 @@ class ResidentEngine:
         Raises:
             UserError: the memory does not suffice, or the model cannot be measured.
         """
-        windows = ModelWindows(self.model, tokens, backward=backward, label_seed=label_seed)
+        windows = ModelWindows(self.model, tokens, backward=backward, label_seed=label_seed, more=self._more_windows)
         with self._split_experts():
             settings = settings or self.settings
             shown = self._shown(label)

@@ -19,9 +19,8 @@ class RemovedWeightSums(Sums):
     """Sums of -dL/dW_ij * W_ij over the removed weights of each row and column of a pruned model.
 
     While windows run, the modules of the targets compute with pruned weights. Their backward pass reduces the
-    derivative towards each removed weight at once, so that no weight gradient is kept. On a CPU the pruned weights are
-    formed once. On a GPU they are formed in each call, by a kernel at the speed of a copy: to keep them would take the
-    memory of a second model.
+    derivative towards each removed weight at once, so that no weight gradient is kept. The pruned weights are formed in
+    each call, at the speed of a copy: to keep them would take the memory of a second model.
 
     Tensors, for each name: `name.rows` [R] and `name.columns` [C] fp64, the sums over all passes; `name.row_squares`
     and `name.column_squares`, the squares of the sums of each pass, added up; `name.passes` [] int64.
@@ -39,7 +38,7 @@ class RemovedWeightSums(Sums):
 
     def __enter__(self) -> RemovedWeightSums:
         forwards: dict[nn.Module, Callable] = {
-            target.module: partial(_forward, target, self._pruned(target), partial(self._add_gains, target))
+            target.module: partial(_forward, target, partial(self._pruned, target), partial(self._add_gains, target))
             for target in self._targets
         }
         self._replaced = replaced("forward", forwards)
@@ -49,13 +48,9 @@ class RemovedWeightSums(Sums):
     def __exit__(self, *exception) -> None:
         self._replaced.__exit__(*exception)
 
-    def _pruned(self, target: Target) -> Callable[[], Tensor]:
-        """What gives the pruned weight of a matrix."""
-        form = partial(fk.masked_weight, target.weight, self._packed[target.name])
-        if target.weight.device.type != "cpu":
-            return form
-        pruned = form()
-        return lambda: pruned
+    def _pruned(self, target: Target) -> Tensor:
+        """The pruned weight [R, C] of a matrix."""
+        return fk.masked_weight(target.weight, self._packed[target.name])
 
     def _add_gains(self, target: Target, gradient: Tensor, x: Tensor) -> None:
         tokens = gradient.flatten(0, -2), x.flatten(0, -2)

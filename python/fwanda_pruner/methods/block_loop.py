@@ -72,7 +72,7 @@ def prune_blocks(
     with engine.walk(inputs.tokens) if config.runs_blocks else nullcontext() as walk:
         for index in _with_progress(engine):
             saved = None if walk is None else steps.load(index)
-            with engine.block(index) as block:
+            with engine.block(index, writes=True) as block:
                 if saved is not None:
                     pruned = _restore(config, walk, index, block, saved)
                 else:

@@ -40,11 +40,22 @@ class FusedExperts:
         module: the module with the 3-D parameters.
         layers: parameter name -> one nn.Linear for each expert. Its weight [R, C] is a view of the parameter.
         forward: takes the arguments of module.forward and computes the same with these layers.
+        transposed: whether the parameters are [E, C, R].
     """
 
     module: nn.Module
     layers: dict[str, list[nn.Linear]] = field(repr=False)
     forward: Callable = field(repr=False)
+    transposed: bool = False
+
+    def follow(self) -> None:
+        """Makes the layers views of the parameters again, after these have moved to other memory."""
+        for name, layers in self.layers.items():
+            weights, biases = getattr(self.module, name).data, getattr(self.module, f"{name}_bias", None)
+            for index, layer in enumerate(layers):
+                layer.weight.data = weights[index].T if self.transposed else weights[index]
+                if biases is not None:
+                    layer.bias.data = biases.data[index]
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ def split_experts(module: nn.Module) -> FusedExperts | None:
             failures.append(one_line(error, 120))
             continue
         if difference is None:
-            return FusedExperts(module, layers, torch.compiler.disable(forward))
+            return FusedExperts(module, layers, torch.compiler.disable(forward), transposed)
         failures.insert(0, difference)
     failures.append(f"no known module of experts takes forward({', '.join(_arguments(module))})")
     raise CannotSplit(f"its experts cannot be run as separate linear layers ({failures[0]})")

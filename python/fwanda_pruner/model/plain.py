@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from ..errors import UserError
 from .arguments import expect_model
 from .checks import check_quantization
+from .placement import blocks_lie_apart
 from .targets import find_blocks
 
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "DeepSpeedEngine"}
@@ -184,11 +185,14 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
 
 
 def _check_places(model: nn.Module) -> None:
-    """Refuses weights on several devices, and a module of the blocks that stands at two places."""
+    """Refuses weights on several devices, and a module of the blocks that stands at two places.
+
+    The decoder blocks may lie on the CPU, and all else on a GPU: then they are streamed.
+    """
     where: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         where.setdefault(parameter.device, name)
-    if len(where) > 1:
+    if len(where) > 1 and not blocks_lie_apart(model):
         places = ", ".join(f"{name} on {device}" for device, name in where.items())
         raise UserError(f"the model lies on {len(where)} devices ({places}); load it onto one, without device_map")
     path, blocks = find_blocks(model)

@@ -77,8 +77,10 @@ def facts_of(data: dict, *, row_bins: int) -> dict:
     _check_values("versions", facts["versions"], (str, type(None)))
     _check_values("warnings", dict(enumerate(facts["warnings"])), str)
     facts["backends"] = _backends(data.get("backends"))
-    facts["engine"] = _get({"engine": "resident", **data}, "engine", str)  # older records lack these two
+    facts["engine"] = _get({"engine": "resident", **data}, "engine", str)  # older records lack these and the next
     facts["ranks"] = _get({"ranks": 1, **data}, "ranks", int)
+    for key in ("segment", "bytes_loaded"):  # of the streamed engine
+        facts[key] = _get({key: None, **data}, key, (int, type(None)))
     facts["refit"] = _refit(data.get("refit"))
     facts["domains"] = [_domain(domain, i) for i, domain in enumerate(facts["domains"])]
     facts["row_histogram"] = _row_histogram(data.get("row_histogram"), row_bins)

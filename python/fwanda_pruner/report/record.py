@@ -94,7 +94,10 @@ class Report:
             of older versions.
         backends: op of fwanda_kernels -> the backend that comes first for it on the device of the run. None in records
             of older versions.
-        engine: how text went through the model: "resident", all weights on one device.
+        engine: how text went through the model: "resident", all weights on one device; "streamed", a few decoder blocks
+            at a time.
+        segment: decoder blocks that were on the device at a time; None if all were.
+        bytes_loaded: of weights that were copied to the device, again and again; None if all stayed there.
         ranks: number of processes that shared the run.
     """
 
@@ -120,6 +123,8 @@ class Report:
     backends: dict[str, str] | None = None
     engine: str = "resident"
     ranks: int = 1
+    segment: int | None = None
+    bytes_loaded: int | None = None
 
     @property
     def sparsity(self) -> dict[str, float]:

@@ -102,6 +102,9 @@ def report(
         row_histogram=pruned.row_histogram,
         backends=first_backends(engine.device),
         ranks=engine.ranks.size,
+        engine=engine.name,
+        segment=engine.segment,
+        bytes_loaded=engine.bytes_loaded,
     )
 
 

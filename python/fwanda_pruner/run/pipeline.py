@@ -342,8 +342,10 @@ def plan(model: nn.Module, config: PruneConfig) -> tuple[list[Target], list[Skip
     if config.weighs_tokens and config.allocation != "uniform":
         warn(f"--allocation {config.allocation} has no effect with --pattern {config.pattern}")
     targets, skipped = select_targets(*find_targets(model), config)
-    check_model(model, targets, config)
-    check_finite(make_engine(model, targets, config))
+    engine = make_engine(model, targets, config)
+    with engine.running():
+        check_model(model, targets, config)
+    check_finite(engine)
     return targets, skipped
 
 

@@ -125,7 +125,13 @@ def own_text(
 def sampled(
     stage: Stages, engine: Engine, config: PruneConfig, start_token: int, count: int
 ) -> tuple[Tensor, EnergyMeter]:
-    """[count, L] int64 windows that the model writes after a start token, and the meter of their energy."""
+    """[count, L] int64 windows that the model writes after a start token, and the meter of their energy.
+
+    Raises:
+        UserError: not all weights are on the device.
+    """
+    if engine.name == "streamed":
+        raise UserError("the model writes text only with --engine resident; use that, or another text than 'self'")
     with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
         tokens = stage(
             StageName.SAMPLE,

@@ -180,7 +180,7 @@ def _copied(engine: Engine) -> dict[str, Tensor]:
 
 def _restore(engine: Engine, weights: dict[str, Tensor]) -> None:
     for index in range(engine.block_count):
-        with engine.block(index) as block:
+        with engine.block(index, writes=True) as block:
             for name, weight in block.weights.items():
                 weight.copy_(weights[name])
 

@@ -1,0 +1,185 @@
+"""The weights of the decoder blocks: a few of them on the device, all others in the RAM or the files of the model."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..model.attributes import replaced
+from ..model.experts import FusedExperts
+from .memory import allocate_large, fits_ram
+
+
+class BlockWeights:
+    """Loads decoder blocks when they run, and at most so many at a time.
+
+    The home of a weight is the tensor that its parameter holds while the block is not loaded. transformers maps the
+    files of a checkpoint into memory: such a weight is read from its file when its block is loaded, and takes no RAM
+    before. On a GPU the copies run on a stream of their own, beside the computation of the block before.
+
+    In a backward pass all blocks but the last `most` run again, from their inputs.
+
+    Args:
+        blocks: the decoder blocks, whose parameters are at home.
+        fused: the fused experts in them.
+        device: where they run.
+        outside: parameters that modules outside the blocks use too; they stay where they are.
+        most: blocks that are loaded at a time, at least 1. A block that hold() keeps loaded comes on top.
+
+    Attributes:
+        bytes_loaded: of weights that were loaded so far.
+        most_loaded: blocks that were loaded at a time so far.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        fused: Iterable[FusedExperts],
+        device: torch.device,
+        outside: Iterable[nn.Parameter],
+        most: int,
+    ):
+        self._blocks, self._most = list(blocks), most
+        self._device = device
+        stay = {id(parameter) for parameter in outside}
+        self._parameters = [[p for p in block.parameters() if id(p) not in stay] for block in self._blocks]
+        inside = [set(block.modules()) for block in self._blocks]
+        self._fused = [[experts for experts in fused if experts.module in modules] for modules in inside]
+        self._home: dict[nn.Parameter, Tensor] = {}  # of the parameters that are loaded
+        self._users: Counter[nn.Parameter] = Counter()  # loaded blocks of a parameter: blocks may share it
+        self._loaded: OrderedDict[int, torch.cuda.Event | None] = OrderedDict()  # the latest used last
+        self._held: set[int] = set()
+        self._streaming = False
+        self._current, self._step = 0, 1
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        parameters = {parameter for parameters in self._parameters for parameter in parameters}
+        self._pins = self._stream is not None and fits_ram(sum(parameter.nbytes for parameter in parameters))
+        self._before: torch.cuda.Event | None = None  # the computation that may use blocks other than the current one
+        self.bytes_loaded = self.most_loaded = 0
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Inside, each block that runs is loaded first. Afterwards all weights are at home."""
+        if self._streaming:
+            yield
+            return
+        forwards = {block: partial(self._run, i, block.forward) for i, block in enumerate(self._blocks)}
+        with ExitStack() as stack:
+            for index, block in enumerate(self._blocks):  # hooks of others read the weights before forward() is called
+                handle = block.register_forward_pre_hook(lambda *_, index=index: self._use(index))
+                stack.callback(handle.remove)
+            stack.enter_context(replaced("forward", forwards))
+            self._streaming = True
+            try:
+                yield
+            finally:
+                self._streaming = False
+                self._mark()
+                for index in [i for i in self._loaded if i not in self._held]:
+                    self._unload(index)
+
+    @contextmanager
+    def hold(self, index: int, *, writes: bool) -> Iterator[None]:
+        """Inside, a block stays loaded; with `writes` its weights go home afterwards."""
+        self._use(index)
+        self._held.add(index)
+        try:
+            yield
+            if writes:
+                self._write(index)
+        finally:
+            self._held.discard(index)
+            if not self._streaming:
+                self._mark()
+                self._unload(index)
+
+    def _run(self, index: int, forward, *args, **kwargs):
+        def run(*args, **kwargs):
+            self._use(index)
+            outputs = forward(*args, **kwargs)
+            self._prefetch()
+            return outputs
+
+        if torch.is_grad_enabled() and index < len(self._blocks) - self._most:
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return run(*args, **kwargs)
+
+    def _use(self, index: int) -> None:
+        """Loads a block for the computation that comes next."""
+        if index != self._current:
+            self._step = -1 if 0 < index < self._current else 1
+            self._current = index
+        self._mark()
+        self._load(index)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._loaded[index])
+
+    def _mark(self) -> None:
+        """Notes where the computation is: blocks other than the current one are not used after this point."""
+        if self._stream is not None:
+            self._before = torch.cuda.current_stream(self._device).record_event()
+
+    def _prefetch(self) -> None:
+        """Begins to load the block that runs after the current one."""
+        following = self._current + self._step
+        if self._stream is not None and self._most > 1 and 0 <= following < len(self._blocks):
+            self._load(following)
+
+    def _load(self, index: int) -> None:
+        if index in self._loaded:
+            self._loaded.move_to_end(index)
+            return
+        while len(self._loaded.keys() - self._held) >= self._most:
+            self._unload(next(i for i in self._loaded if i not in self._held and i != self._current))
+        self._users.update(self._parameters[index])
+        try:
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                for parameter in self._parameters[index]:
+                    if parameter not in self._home:
+                        parameter.data = self._copy(parameter)
+                event = self._stream.record_event() if self._stream is not None else None
+        except torch.OutOfMemoryError:
+            self._send_home(index)
+            raise
+        self._loaded[index] = event
+        self.most_loaded = max(self.most_loaded, len(self._loaded))
+        self._point(index)
+
+    def _copy(self, parameter: nn.Parameter) -> Tensor:
+        home = parameter.data.pin_memory() if self._pins else parameter.data  # what is pinned stays as it is
+        self._home[parameter] = home
+        self.bytes_loaded += home.nbytes
+        if self._stream is None:
+            return home.clone()
+        return home.to(self._device, non_blocking=True)
+
+    def _unload(self, index: int) -> None:
+        del self._loaded[index]
+        if self._stream is not None:
+            self._stream.wait_event(self._before)  # the memory is used again by copies on that stream
+        self._send_home(index)
+
+    def _send_home(self, index: int) -> None:
+        for parameter in self._parameters[index]:
+            self._users[parameter] -= 1
+            if not self._users[parameter] and parameter in self._home:
+                parameter.data = self._home.pop(parameter)
+        self._point(index)
+
+    def _write(self, index: int) -> None:
+        """Writes a loaded block home: into the same memory, or into an unnamed file if the RAM is full."""
+        for parameter in self._parameters[index]:
+            home = self._home[parameter]
+            if not home.is_pinned() and not fits_ram(home.nbytes):  # pages of a mapped file take RAM once written
+                home = self._home[parameter] = allocate_large(home.shape, home)
+            home.copy_(parameter.data)
+
+    def _point(self, index: int) -> None:
+        for experts in self._fused[index]:
+            experts.follow()

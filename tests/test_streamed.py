@@ -1,0 +1,260 @@
+"""The streamed engine gives the bits of the resident one, with few blocks in memory."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from measuring import engine_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fwanda_pruner
+from fwanda_pruner.engine.engine import make_engine
+from fwanda_pruner.engine.loop import PassSettings
+from fwanda_pruner.engine.resident import ResidentEngine
+from fwanda_pruner.engine.streamed import StreamedEngine
+from fwanda_pruner.errors import UserError
+from fwanda_pruner.measure.statistics import measure_statistics
+from fwanda_pruner.model.placement import blocks_lie_apart
+from fwanda_pruner.model.targets import find_blocks, find_targets
+
+BLOCKS = 4
+aten = torch.ops.aten
+
+
+def streamed(model, segment: int, **settings) -> StreamedEngine:
+    settings = PassSettings(**settings)
+    return StreamedEngine(model, find_targets(model)[0], settings, segment=segment, progress=False)
+
+
+def assert_same(model, expected) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+
+
+def assert_same_statistics(statistics, expected) -> None:
+    assert statistics.n_tokens == expected.n_tokens and any(g.any() for g in expected.g2.values())
+    for kind in ("x2", "g2"):
+        for name, tensor in getattr(expected, kind).items():
+            assert torch.equal(getattr(statistics, kind)[name], tensor), f"{name}.{kind}"
+
+
+class OnlyCopied(TorchDispatchMode):
+    """Fails where an operation other than a copy takes a weight that is not loaded: on a GPU, it could not."""
+
+    def __init__(self, model):
+        self._homes = {p.untyped_storage().data_ptr() for p in find_blocks(model)[1].parameters()}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if any(tensor.untyped_storage().data_ptr() in self._homes for tensor in tensors):
+            aliases = [output.alias_info for output in operation._schema.returns]
+            view = all(alias is not None and not alias.is_write for alias in aliases)
+            assert view or operation in (aten.clone.default, aten.copy_.default, aten.is_pinned.default), operation
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "true", "mean"])
+@pytest.mark.parametrize("segment", [1, 2, BLOCKS])
+def test_statistics(segment, fisher):
+    expected = measure_statistics(engine_of(tiny.llama(blocks=BLOCKS), micro_batch=2), tiny.TEXT, fisher=fisher)
+    engine = streamed(tiny.llama(blocks=BLOCKS), segment, micro_batch=2)
+    assert_same_statistics(measure_statistics(engine, tiny.TEXT, fisher=fisher), expected)
+    assert engine.weights.most_loaded == segment
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.EXPERTS, *tiny.WITH_TEXT])
+def test_statistics_of_families(family):
+    expected = measure_statistics(engine_of(tiny.build(family)), tiny.TEXT)
+    model = tiny.build(family)
+    assert_same_statistics(measure_statistics(streamed(model, 1), tiny.TEXT), expected)
+    assert_same(model, tiny.build(family))
+
+
+def test_weights_are_loaded_twice_but_for_the_last_segment():
+    model = tiny.llama(blocks=BLOCKS)
+    engine = streamed(model, 1, micro_batch=len(tiny.TEXT))
+    before = engine.bytes_loaded
+    measure_statistics(engine, tiny.TEXT)
+    block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    fingerprint = BLOCKS
+    assert engine.bytes_loaded - before == (2 * BLOCKS - 1 + fingerprint) * block
+
+
+@pytest.mark.parametrize(("method", "allocation", "order"), tiny.EVERY_RUN)
+def test_masks(method, allocation, order):
+    settings = {"method": method, "allocation": allocation, "order": order, "guard": "none", "fisher_samples": "4"}
+    dense, model = tiny.llama(blocks=BLOCKS), tiny.llama(blocks=BLOCKS)
+    expected = tiny.prune(dense, **settings)
+    report = tiny.prune(model, engine="streamed", segment=1, **settings)
+    assert (report.engine, report.segment) == ("streamed", 1) and report.bytes_loaded > 0
+    assert (expected.engine, expected.segment, expected.bytes_loaded) == ("resident", None, None)
+    assert report.domains == expected.domains
+    assert_same(model, dense)
+    tiny.check_counts(model, report)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (partial(tiny.llama, blocks=BLOCKS), {"method": "fwanda", "allocation": "auto"}),
+        (partial(tiny.llama, blocks=BLOCKS), {"method": "fsparsegpt", "allocation": "response"}),
+        (tiny.llava, {"method": "wanda", "order": "sequential"}),
+    ],
+    ids=["fwanda-auto", "fsparsegpt-response", "multimodal"],
+)
+def test_no_operation_reads_weights_that_are_not_loaded(make, settings):
+    model = make().eval()
+    with OnlyCopied(model):
+        tiny.prune(model, engine="streamed", segment=1, guard="none", **settings)
+    with OnlyCopied(model), pytest.raises((AssertionError, UserError), match="aten"):
+        tiny.prune(model, method="magnitude")
+
+
+@pytest.mark.parametrize("settings", tiny.RUNS, ids=tiny.run_name)
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "mixtral", "gpt_oss", "jetmoe"])
+def test_masks_of_families(family, settings):
+    dense, model = tiny.build(family), tiny.build(family)
+    tiny.prune(dense, **settings)
+    tiny.prune(model, engine="streamed", segment=1, **settings)
+    assert_same(model, dense)
+
+
+@pytest.mark.parametrize("settings", [{"pattern": "2:4", "sparsity": None}, {"order": "true-sequential"}], ids=str)
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "fsparsegpt"])
+def test_patterns_and_orders(method, settings):
+    dense, model = tiny.llama(blocks=BLOCKS), tiny.llama(blocks=BLOCKS)
+    tiny.prune(dense, method=method, **settings)
+    tiny.prune(model, method=method, engine="streamed", segment=2, **settings)
+    assert_same(model, dense)
+
+
+def test_a_segment_of_all_blocks_is_the_resident_engine():
+    model = tiny.llama(blocks=BLOCKS)
+    config = fwanda_pruner.PruneConfig(engine="streamed", segment=BLOCKS)
+    assert type(make_engine(model, find_targets(model)[0], config)) is ResidentEngine
+
+
+@pytest.mark.parametrize("make", [partial(tiny.llama, blocks=BLOCKS), tiny.llava, partial(tiny.build, "gpt2")])
+def test_blocks_that_lie_apart_are_streamed(make):
+    """The device "meta" stands for a GPU."""
+    model, meta = make(), torch.device("meta")
+    targets = find_targets(model)[0]
+    assert not blocks_lie_apart(model)
+    for module in set(model.modules()) - set(find_blocks(model)[1].modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.to(meta)))
+    assert blocks_lie_apart(model)
+    engine = make_engine(model, targets, fwanda_pruner.PruneConfig())
+    assert engine.name == "streamed" and engine.device == meta
+    with pytest.raises(UserError, match="load it with --engine resident"):
+        make_engine(model, targets, fwanda_pruner.PruneConfig(engine="resident"))
+    find_blocks(model)[1][0].to(meta)
+    assert not blocks_lie_apart(model)
+
+
+def test_weights_are_at_home_after_an_error():
+    model = tiny.llama(blocks=BLOCKS)
+    homes = [parameter.data_ptr() for parameter in model.parameters()]
+    engine = streamed(model, 1)
+    with pytest.raises(ZeroDivisionError), engine.walk(tiny.TEXT) as walk, engine.block(1):
+        walk.advance(0)
+        raise ZeroDivisionError
+    assert [parameter.data_ptr() for parameter in model.parameters()] == homes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "resident", "segment": 2}, "--segment has no effect"),
+        ({"engine": "streamed", "segment": 0}, "--segment must be an integer"),
+        ({"engine": "streamed", "compile": "on"}, "--compile on has no effect"),
+        ({"engine": "streams"}, "--engine must be one of"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(UserError, match=message):
+        fwanda_pruner.PruneConfig(**settings)
+
+
+def test_text_of_the_model_itself_is_refused():
+    with pytest.raises(UserError, match="--engine resident"):
+        fwanda_pruner.prune(
+            tiny.llama(blocks=BLOCKS),
+            tiny.tokenizer(),
+            calibration="self",
+            engine="streamed",
+            segment=1,
+            progress=False,
+        )
+
+
+class ShortMemory(TorchDispatchMode):
+    """Raises torch's error at the n-th copy of a weight."""
+
+    def __init__(self, copies: int):
+        self._copies = copies
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is aten.clone.default:
+            self._copies -= 1
+            if not self._copies:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.fault("memory while calibrating")
+def test_memory_that_ends_while_a_block_is_loaded():
+    expected = measure_statistics(engine_of(tiny.llama(blocks=BLOCKS), micro_batch=1), tiny.TEXT)
+    engine = streamed(tiny.llama(blocks=BLOCKS), 2, micro_batch=2)
+    with ShortMemory(5), pytest.warns(UserWarning, match="starting again with 1 windows"):
+        statistics = measure_statistics(engine, tiny.TEXT)
+    assert_same_statistics(statistics, expected)
+
+
+def mapped_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_a_checkpoint_is_read_in_place_and_pruned(tmp_path):
+    """Weights stay in the mapped file of their folder, and the saved model is that of the resident engine."""
+    tiny.llama(blocks=BLOCKS).save_pretrained(tmp_path / "dense")
+    before = (tmp_path / "dense/model.safetensors").read_bytes()
+    files = {}
+    for engine in ("resident", "streamed"):
+        model = fwanda_pruner.load_model(tmp_path / "dense", device="cpu", engine=engine).model
+        if engine == "streamed":
+            assert "dense/model.safetensors" in mapped_files()
+        report = tiny.prune(model, engine=engine)
+        fwanda_pruner.save_pruned(model, None, report, tmp_path / engine)
+        files[engine] = (tmp_path / engine / "model.safetensors").read_bytes()
+    assert files["streamed"] == files["resident"] != before
+    assert (tmp_path / "dense/model.safetensors").read_bytes() == before
+
+
+def test_a_second_engine_finds_what_the_first_wrote(monkeypatch):
+    """Each engine may move the home of a weight."""
+    free = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 0 if name == "SC_AVPHYS_PAGES" else free(name))
+    model = tiny.llama(blocks=BLOCKS)
+    first, second = streamed(model, 1), streamed(model, 1)
+    for number, engine in enumerate((first, second, first), 1):
+        with engine.block(1, writes=True) as block:
+            for weight in block.weights.values():
+                weight.fill_(number)
+        for other in (first, second):
+            with other.block(1) as block:
+                assert all(bool((weight == number).all()) for weight in block.weights.values())
+
+
+def test_pruned_weights_go_to_a_file_where_the_ram_is_full(monkeypatch):
+    free = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 0 if name == "SC_AVPHYS_PAGES" else free(name))
+    dense, model = tiny.llama(blocks=BLOCKS), tiny.llama(blocks=BLOCKS)
+    tiny.prune(dense)
+    tiny.prune(model, engine="streamed", segment=1)
+    assert_same(model, dense)
+    assert "fwanda-" in mapped_files()
