@@ -167,7 +167,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "22 All activations are joined before use",
         "in one pass the peak is the same for 8 and 64 windows; block by block it grows by the hidden states alone",
     ),
-    "ranks": ("23 Masks differ between ranks", "later: one process; the whole model must fit on its device"),
+    "ranks": (
+        "23 Masks differ between ranks",
+        "one, two and three processes give the same masks and sums, bit for bit",
+    ),
     "denominators": (
         "24 Sparsity is reported over the wrong denominator",
         "the report has what was asked, the share of the pruned matrices and that of the model, counted in the weights",
