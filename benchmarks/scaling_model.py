@@ -1,0 +1,35 @@
+"""Seconds and peak memory of pruning large models on paper, and how well the same model predicts what was measured.
+
+    python benchmarks/scaling_model.py                          the tables of docs/scaling.md
+    python benchmarks/scaling_model.py --card H100 --gpus 1 4 8 large models on other machines
+
+The model itself is lib/cost.py: it counts FLOPs and bytes and divides them by rates. Its constants are rates of a card,
+of the host and of links, each with its source beside it. None is fitted to a row of a table. It covers the calibration
+of Wanda and F-Wanda and the walk of SparseGPT through the blocks, with weights of two bytes. It leaves out reading the
+text, the search of `response` and `auto`, and loading and saving the model.
+"""
+
+import argparse
+
+from lib import scaling_tables
+from lib.rates import CARDS
+
+NAMES = {card.name: card for card in CARDS.values()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    option = parser.add_argument
+    option("--card", choices=NAMES, default="H200", help="of the second table (%(default)s)")
+    option("--gpus", type=int, nargs="+", default=scaling_tables.GPUS, metavar="N", help="of the second table (1 8 64)")
+    args = parser.parse_args()
+    if min(args.gpus) < 1:
+        parser.error(f"--gpus must be at least 1, got {min(args.gpus)}")
+    print(f"Predicted / measured = ratio\n\n{scaling_tables.measured()}")
+    print(
+        f"{scaling_tables.sizes()}\n{args.card}\n\n{scaling_tables.large(NAMES[args.card], tuple(args.gpus))}", end=""
+    )
+
+
+if __name__ == "__main__":
+    main()
