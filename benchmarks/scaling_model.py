@@ -17,12 +17,12 @@ from lib.rates import CARDS
 NAMES = {card.name: card for card in CARDS.values()}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--card", choices=NAMES, default="H200", help="of the second table (%(default)s)")
     option("--gpus", type=int, nargs="+", default=scaling_tables.GPUS, metavar="N", help="of the second table (1 8 64)")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if min(args.gpus) < 1:
         parser.error(f"--gpus must be at least 1, got {min(args.gpus)}")
     print(f"Predicted / measured = ratio\n\n{scaling_tables.measured()}")

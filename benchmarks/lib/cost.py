@@ -15,7 +15,7 @@ from itertools import product
 
 from fwanda_pruner.engine.ranks import GROUPS
 
-from .rates import HOST_LINEAR, NETWORK, NVLINK, PCIE, Card
+from .rates import HOST_LINEAR, NETWORK, NODE, NVLINK, PCIE, Card
 from .sizes import Block, Linears, Shape
 
 # Elementwise kernels: values that they read and write, in multiples of H and I, counted in the code of a Llama block:
@@ -48,12 +48,10 @@ class Engine:
 
     Attributes:
         name: resident, streamed or sharded.
-        ranks: GPUs, which divide the windows.
-        node: GPUs of a machine.
+        ranks: GPUs, which divide the windows; of a sharded engine also the weights.
         compiled: whether blocks are compiled; only the resident engine does that.
         checkpointing: whether blocks run again in the backward pass.
         segment: blocks on the GPU; streamed only.
-        shards: GPUs that hold the weights together; sharded only. 0: all ranks.
         offload: shards lie in RAM; sharded only.
         source: bytes/s at which weights come from where they lie.
         micro_batch: windows in a pass; None: as the engine chooses.
@@ -61,22 +59,17 @@ class Engine:
 
     name: str = "resident"
     ranks: int = 1
-    node: int = 8
     compiled: bool = False
     checkpointing: bool = False
     segment: int = 4
-    shards: int = 0
     offload: bool = False
     source: float = PCIE
     micro_batch: int | None = None
 
     @property
-    def holders(self) -> int:
-        return self.shards or self.ranks
-
-    def link(self, ranks: int) -> float:
-        """Bytes/s between so many ranks."""
-        return NVLINK if ranks <= self.node else NETWORK
+    def link(self) -> float:
+        """Bytes/s between the ranks."""
+        return NVLINK if self.ranks <= NODE else NETWORK
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,7 @@ def pass_seconds(
 def _run_again(engine: Engine, shape: Shape) -> float:
     """Share of the blocks that a backward pass runs forward a second time."""
     if engine.name == "streamed":
-        return 1 - min(engine.segment, shape.depth) / shape.depth
+        return 1 - engine.segment / shape.depth
     return float(engine.checkpointing)
 
 
@@ -169,12 +162,11 @@ def _copy_seconds(shape: Shape, engine: Engine, passes: int, again: float) -> fl
     """Of the weights of the blocks in a pass; a backward pass is a second one."""
     inside = 2 * shape.inside
     if engine.name == "streamed":
-        loads = passes if engine.segment < shape.depth else 0
-        kept = (passes - 1) * (1 - again) * (loads > 0)  # the last segment is still there
-        return (loads - kept) * inside / engine.source
+        kept = (passes - 1) * (1 - again)  # the last segment is still there when the backward pass begins
+        return (passes - kept) * inside / engine.source
     if engine.name == "sharded":
-        gathered = inside * (1 - 1 / engine.holders) / engine.link(engine.holders)
-        return passes * (gathered + engine.offload * inside / engine.holders / engine.source)
+        gathered = inside * (1 - 1 / engine.ranks) / engine.link
+        return passes * (gathered + engine.offload * inside / engine.ranks / engine.source)
     return 0.0
 
 
@@ -183,6 +175,7 @@ def _copy_seconds(shape: Shape, engine: Engine, passes: int, again: float) -> fl
 
 def calibration(card: Card, shape: Shape, engine: Engine, text: Text) -> Cost:
     """The statistics of F-Wanda, or of Wanda with text.fisher = 0."""
+    engine = _as_made(engine, shape)
     spent: dict[str, float] = {}
     seconds = 0.0
     for windows, backward in ((text.fisher, True), (text.windows - text.fisher, False)):
@@ -196,6 +189,12 @@ def calibration(card: Card, shape: Shape, engine: Engine, text: Text) -> Cost:
             spent[name] = spent.get(name, 0.0) + own / size * value
     seconds += _merging_seconds(shape, engine)
     return Cost(seconds, calibration_peak(shape, engine, text), max(spent, key=spent.get))
+
+
+def _as_made(engine: Engine, shape: Shape) -> Engine:
+    """A streamed engine whose segment is the whole model is resident."""
+    whole = engine.name == "streamed" and engine.segment >= shape.depth
+    return replace(engine, name="resident") if whole else engine
 
 
 def _together(engine: Engine, parts: dict[str, float]) -> float:
@@ -226,7 +225,7 @@ def _merging_seconds(shape: Shape, engine: Engine) -> float:
     values = sum(
         b.count * sum((x.columns * len(x.rows) + sum(x.rows)) * x.copies for x in b.linears) for b in shape.blocks
     )
-    return nodes * 4 * values / engine.link(engine.ranks)
+    return nodes * 4 * values / engine.link
 
 
 def calibration_peak(shape: Shape, engine: Engine, text: Text) -> float:
@@ -243,9 +242,9 @@ def weight_bytes(shape: Shape, engine: Engine, *, walks: bool = False) -> float:
     """On a GPU. A walk through the blocks holds one: beside those that stream, but alone where weights are sharded."""
     outside, block = 2 * shape.outside, 2 * shape.largest_block
     if engine.name == "streamed":
-        return outside + min(2 * shape.inside, (engine.segment + walks) * block)
+        return outside + min(shape.depth, engine.segment + walks) * block
     if engine.name == "sharded":
-        shard = 0 if engine.offload else 2 * shape.inside / engine.holders
+        shard = 0 if engine.offload else 2 * shape.inside / engine.ranks
         return outside + shard + min(1 if walks else 3, shape.depth) * block
     return 2 * shape.weights
 
@@ -266,12 +265,13 @@ def activation_bytes(shape: Shape, engine: Engine, tokens: int, backward: bool) 
 def _kept_as_inputs(engine: Engine, shape: Shape) -> int:
     """Blocks of which only the input is kept, until they run again; one of them runs again at a time."""
     if engine.name == "streamed":
-        return shape.depth - min(engine.segment, shape.depth)
+        return shape.depth - engine.segment
     return shape.depth - 1 if engine.checkpointing else 0
 
 
 def sparsegpt(card: Card, shape: Shape, engine: Engine, text: Text) -> Cost:
     """SparseGPT block by block: forward with Hessians, factors, pruning, forward again."""
+    engine = _as_made(engine, shape)
     own = busiest(text.windows, engine.ranks)
     size = min(own, engine.micro_batch or max(1, _OBS_TOKENS // text.length))
     tokens = own * text.length
@@ -312,10 +312,10 @@ def _obs_copy_seconds(block: Block, engine: Engine) -> float:
     if engine.name == "streamed":
         seconds += weights / engine.source  # written back; the next block is loaded meanwhile
     if engine.name == "sharded":
-        seconds += weights / engine.link(engine.holders)
+        seconds += weights / engine.link
     if engine.ranks > 1:  # an owner gets its Hessians from all others, one after the other
         got = (min(GROUPS, engine.ranks) - 1) * max(block.largest_hessian, block.hessians / engine.ranks)
-        seconds += (max(got, block.hessians) + weights) / engine.link(engine.ranks)
+        seconds += (max(got, block.hessians) + weights) / engine.link
     return seconds
 
 

@@ -12,7 +12,8 @@ COMPILE = 5.0  # s, a compiled graph, forward or backward: compile_seconds of pr
 PCIE = 50e9
 NVLINK = 400e9
 NETWORK = 50e9  # between machines
-DISK = 6e9  # one NVMe drive, for all GPUs of its machine
+DISK = 6e9  # one NVMe drive that serves one GPU
+NODE = 8  # GPUs of a machine, which NVLink joins
 
 
 @dataclass(frozen=True)

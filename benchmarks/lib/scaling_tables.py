@@ -72,13 +72,16 @@ def _compared(result: dict) -> list[Comparison]:
 def predicted_stages(result: dict) -> dict[str, Cost]:
     """Stage -> its cost, for a result of bench_prune.py."""
     card, shape, text = CARDS[result["card"]], shape_of_result(result), text_of_result(result)
-    passes = result["ours"]["cold"]["passes"] or {}
-    engine = Engine(compiled=passes.get("compiled", False), checkpointing=passes.get("checkpointing", False))
+    passes, settings = result["ours"]["cold"]["passes"] or {}, result["settings"]
+    engine = Engine(settings.get("engine", "resident"), segment=int(settings.get("segment", 4)))
+    measuring = replace(
+        engine, compiled=passes.get("compiled", False), checkpointing=passes.get("checkpointing", False)
+    )
     stages = {}
     if result["method"] in _MEASURES:
-        stages["calibrate"] = cost.calibration(card, shape, engine, text)
+        stages["calibrate"] = cost.calibration(card, shape, measuring, text)
     if result["method"] in _WALKS:
-        stages["prune"] = cost.sparsegpt(card, shape, Engine(), text)
+        stages["prune"] = cost.sparsegpt(card, shape, engine, text)
     return stages
 
 
