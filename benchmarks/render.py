@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from lib import pictures, quality_tables, run_tables, scaling_tables, speed_tables
+from lib import pictures, quality_tables, rank_tables, run_tables, scaling_tables, speed_tables
 from lib.markdown import filled
 from lib.results import RESULTS
 
@@ -26,6 +26,7 @@ SECTIONS = {
     "readme-speed": speed_tables.readme,
     "hosts": speed_tables.hosts,
     "runs": run_tables.full,
+    "ranks": rank_tables.full,
     "paper-measured": scaling_tables.measured,
     "paper-sizes": scaling_tables.sizes,
     "paper-large": lambda _folder: scaling_tables.large(),

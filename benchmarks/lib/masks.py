@@ -19,11 +19,23 @@ def agreement(weights: Iterable[Tensor], masks: list[Tensor]) -> float:
     """Share of the weights that are zero in both models or in neither; `masks` comes from packed_masks()."""
     differ = total = 0
     for weight, mask in zip(weights, masks, strict=True):
-        ones = torch.tensor([byte.bit_count() for byte in range(256)], device=weight.device)
-        different = packed(weight) ^ mask.to(weight.device)
-        differ += int(ones[different.int()].sum())
+        differ += _differing(packed(weight), mask.to(weight.device))
         total += weight.numel()
     return 1 - differ / total
+
+
+def equal_share(masks: list[Tensor], others: list[Tensor]) -> float:
+    """Share of the weights that are zero in both models or in neither; both from packed_masks().
+
+    The bits that fill the last byte of a matrix count as weights.
+    """
+    differ = sum(_differing(a, b) for a, b in zip(masks, others, strict=True))
+    return 1 - differ / (BITS * sum(mask.numel() for mask in masks))
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    ones = torch.tensor([byte.bit_count() for byte in range(256)], device=a.device)
+    return int(ones[(a ^ b).int()].sum())
 
 
 def packed(weight: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""Tables of runs on several GPUs, from results of bench_ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from . import markdown
+from .results import RESULTS, read_all
+from .run_tables import heading
+
+HEAD = (
+    "case", "GPUs", "alone, s", "together, s", "efficiency", "predicted, s", "peak a GPU, GB", "predicted, GB",
+    "checks",
+)  # fmt: skip
+
+
+def full(folder: Path = RESULTS) -> str:
+    """Markdown: a table for each result, the newest of each card and number of GPUs."""
+    newest = {(result["card"], result["gpus"]): result for result in read_all("ranks", folder).values()}
+    if not newest:
+        return "Not measured yet.\n"
+    return "\n".join(f"{heading([result])}\n\n{table(result['cases'])}" for result in newest.values())
+
+
+def table(cases: list[dict]) -> str:
+    """Markdown: one row for each case."""
+    return markdown.table(HEAD, [_cells(case) for case in cases])
+
+
+def _cells(case: dict) -> list[str]:
+    name = [f"{case['case']} {case['shape']}", str(case["gpus"])]
+    if "left_out" in case:
+        return [*name, *"------", f"left out: {case['left_out']}"]
+    ranks, alone = case["ranks"], case.get("alone", {})
+    return [
+        *name,
+        _number(alone.get("seconds"), 2),
+        _number(ranks["seconds"], 2),
+        _number(case.get("efficiency"), 2),
+        _number(ranks["predicted_seconds"], 2),
+        _number(ranks["peak_memory_bytes"], 1, 1e9),
+        _number(ranks["predicted_peak_bytes"], 1, 1e9),
+        _checks(case["checks"]),
+    ]
+
+
+def _number(value: float | None, digits: int, unit: float = 1) -> str:
+    return "-" if value is None else f"{value / unit:.{digits}f}"
+
+
+def _checks(checks: dict) -> str:
+    """What all ranks agree on, and how far they are from the run alone."""
+    equal = {
+        "statistics equal on all ranks": checks["statistics_equal_on_all_ranks"],
+        "masks equal on all ranks": checks["masks_equal_on_all_ranks"],
+        "masks of equal statistics equal": checks.get("masks_of_equal_statistics_equal"),
+    }
+    words = [name if held else f"**NOT** {name}" for name, held in equal.items() if held is not None]
+    if "largest_relative_difference_of_statistics" in checks:
+        words.append(f"statistics within {checks['largest_relative_difference_of_statistics']:.0e} of those alone")
+    if "share_of_equal_masks" in checks:
+        words.append(f"{100 * checks['share_of_equal_masks']:.3f} % of the masks as alone")
+    return ", ".join(words)
