@@ -335,9 +335,9 @@ def fits(card: Card, peak: float) -> bool:
 
 
 def engine_for(card: Card, shape: Shape, ranks: int, text: Text, *, walks: bool = False, **settings) -> Engine:
-    """What `--engine auto` takes: resident where a card holds the model, else streamed on one GPU, sharded on several.
+    """Resident where a card holds the model, else streamed on one GPU, and sharded on several.
 
-    Blocks run again in the backward pass, or shards lie in RAM, only where the memory does not suffice otherwise.
+    `--checkpointing on` and `--offload` are given only where the memory does not suffice otherwise.
 
     Args:
         walks: whether the memory is that of SparseGPT.

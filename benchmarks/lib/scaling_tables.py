@@ -165,11 +165,12 @@ def _row(card: Card, shape: Shape, ranks: int, source: float) -> list[str]:
     fewer = cost.calibration(card, shape, best, replace(text, fisher=32))
     walker = cost.engine_for(card, shape, ranks, text, walks=True, source=source)
     walk = cost.sparsegpt(card, shape, walker, text)
-    disk = ", from disk" if default.name == "streamed" and source == DISK else ""
+    name = default.name + " --offload" * default.offload + " --checkpointing on" * default.checkpointing
+    name += ", from disk" * (source == DISK)
     return [
         shape.name,
         str(ranks),
-        default.name + " --offload" * default.offload + disk,
+        name,
         _seconds(card, first),
         f"{first.peak / 1e9:.0f}",
         _settings(default, best),
@@ -187,10 +188,10 @@ def _seconds(card: Card, one: Cost) -> str:
 
 
 def _settings(default: Engine, best: Engine) -> str:
-    """The options of `best` that differ from the engine's own choice."""
+    """The options of `best` that `default` does not have."""
     options = {
         f"--micro-batch {best.micro_batch}": best.micro_batch != default.micro_batch,
         f"--segment {best.segment}": best.segment != default.segment,
-        "--checkpointing on": best.checkpointing and best != default,
+        "--checkpointing on": best.checkpointing and not default.checkpointing,
     }
     return " ".join(option for option, wanted in options.items() if wanted) or "-"
