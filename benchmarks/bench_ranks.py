@@ -156,7 +156,10 @@ class Bench:
             return fwanda_pruner.prune(model, calibration=tokens, statistics=statistics, progress=False, **settings)
 
     def settings(self, case: Case) -> dict:
-        return SETTINGS[case.kind] | ({"engine": "sharded"} if case.kind == "sharded" and dist.is_initialized() else {})
+        if case.kind != "sharded" or not dist.is_initialized():
+            return SETTINGS[case.kind]
+        again = "on" if self.engine(case).checkpointing else "off"
+        return SETTINGS[case.kind] | {"engine": "sharded", "checkpointing": again}
 
     def tokens(self, case: Case) -> Tensor:
         """[S, L] int64."""
@@ -191,7 +194,7 @@ class Bench:
         return expected is None or cost.fits(CARDS[torch.cuda.get_device_name(self.device)], expected.peak)
 
     def engine(self, case: Case) -> Engine:
-        """How the ranks run a case, for its prediction."""
+        """How the ranks run a case: blocks run again in the backward pass only where the memory demands it."""
         if case.kind != "sharded":
             return Engine("resident", self.ranks, compiled=case.kind == "fwanda")
         engine = Engine("sharded", self.ranks)
