@@ -17,7 +17,7 @@ sys.path.append(str(FOLDER))
 import scaling_model  # noqa: E402
 from lib import cost, scaling_tables  # noqa: E402
 from lib.cost import Engine, Text  # noqa: E402
-from lib.rates import CARDS, NVLINK, PCIE  # noqa: E402
+from lib.rates import CARDS, DISK, NVLINK, PCIE  # noqa: E402
 from lib.results import read_all  # noqa: E402
 from lib.sizes import Block, Linears, Shape, shape_of  # noqa: E402
 
@@ -138,7 +138,8 @@ def test_copies_take_the_bytes_of_the_blocks_over_the_link():
     shape = shape_of("llama-3-70b")
     inside = 2 * shape.inside
     whole = cost.pass_seconds(H200, shape, Engine("streamed", segment=4), 1, 2048, backward=True)
-    assert whole["copies"] == pytest.approx((2 - 4 / 80) * inside / PCIE)
+    inputs = 76 * 2 * 2048 * 8192
+    assert whole["copies"] == pytest.approx(((2 - 4 / 80) * inside + inputs) / PCIE)
     shared = cost.pass_seconds(H200, shape, Engine("sharded", 4), 1, 2048, backward=True)
     assert shared["copies"] == pytest.approx(2 * 0.75 * inside / NVLINK)
     offloaded = cost.pass_seconds(H200, shape, Engine("sharded", 4, offload=True), 1, 2048, backward=True)
@@ -173,13 +174,20 @@ def test_the_busiest_rank_has_the_windows_that_the_engine_gives_it(windows):
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_the_micro_batch_is_that_of_the_engine(backward):
-    model, tokens = tiny.llama(), tiny.tokens(2, 24)
-    hidden = model.config.hidden_size
-    shape = replace(shape_of("tiny"), hidden=hidden)
-    windows = ModelWindows(model, tokens, backward=backward)
-    assert cost.micro_batch(shape, Engine(), 24, backward, 10**9) == windows.busy_windows
-    streamed = ModelWindows(model, tokens, backward=backward, more=4)
-    assert cost.micro_batch(shape, Engine("streamed"), 24, backward, 10**9) == streamed.busy_windows
+    model = tiny.llama()
+    windows = ModelWindows(model, tiny.tokens(2, 24), backward=backward)
+    shape = replace(shape_of("tiny"), hidden=model.config.hidden_size)
+    assert cost.micro_batch(H200, shape, Engine(), 24, backward, 10**9) == windows.busy_windows
+
+
+def test_a_streamed_pass_has_the_windows_that_hide_its_copies_as_far_as_they_fit():
+    shape = shape_of("llama-3-70b")
+    assert cost.micro_batch(H200, shape, Engine("streamed"), 2048, True, 128) == 4
+    assert cost.micro_batch(H200, shape, Engine("streamed", source=DISK), 2048, True, 128) == 32
+    small = replace(H200, memory=25e9)
+    size = cost.micro_batch(small, shape, Engine("streamed", source=DISK), 2048, True, 128)
+    assert 1 < size < 32
+    assert cost.calibration(small, shape, Engine("streamed", source=DISK), Text()).peak < small.memory
 
 
 def test_the_command_prints_the_machine_that_is_asked_for(capsys):

@@ -29,7 +29,8 @@ _LOGITS = (1 << 24) * 12  # bytes of the slice of logits that exists at once, wi
 _OBS_TOKENS = 8192  # tokens in a call of a block, for Hessians
 _FACTOR_COPIES = 5  # of the largest Hessian, while its factor is computed
 _BUSY = {True: 1 << 23, False: 1 << 25}  # activations [T, H] in a pass with / without backward, as ModelWindows
-_STREAMED_WINDOWS = 4  # times as many in the streamed engine
+_TOKENS_OF_RAM, _TOKENS_OF_FILE = 8192, 65536  # in a pass of the streamed engine, at least, by where weights lie
+_SPARE = 0.8  # of the free memory that a pass of several windows may take, as in the window loop
 _ARGUMENT_PASSES = 3  # forward passes over few windows, by which SparseGPT learns the arguments of the blocks
 
 
@@ -147,7 +148,7 @@ def pass_seconds(
     return {
         "GPU": gpu,
         "host": 0.0 if engine.compiled else host,
-        "copies": _copy_seconds(shape, engine, (1 + backward), again),
+        "copies": _copy_seconds(shape, engine, tokens, (1 + backward), again),
     }
 
 
@@ -158,12 +159,13 @@ def _run_again(engine: Engine, shape: Shape) -> float:
     return float(engine.checkpointing)
 
 
-def _copy_seconds(shape: Shape, engine: Engine, passes: int, again: float) -> float:
-    """Of the weights of the blocks in a pass; a backward pass is a second one."""
+def _copy_seconds(shape: Shape, engine: Engine, tokens: int, passes: int, again: float) -> float:
+    """Of the weights of the blocks in a pass, where a backward pass is a second one; and of inputs that wait in RAM."""
     inside = 2 * shape.inside
     if engine.name == "streamed":
         kept = (passes - 1) * (1 - again)  # the last segment is still there when the backward pass begins
-        return (passes - kept) * inside / engine.source
+        inputs = again * shape.depth * 2 * tokens * shape.hidden
+        return (passes - kept) * inside / engine.source + inputs / PCIE
     if engine.name == "sharded":
         gathered = inside * (1 - 1 / engine.ranks) / engine.link
         return passes * (gathered + engine.offload * inside / engine.ranks / engine.source)
@@ -182,13 +184,13 @@ def calibration(card: Card, shape: Shape, engine: Engine, text: Text) -> Cost:
         if not windows:
             continue
         own = busiest(windows, engine.ranks)
-        size = micro_batch(shape, engine, text.length, backward, own)
+        size = micro_batch(card, shape, engine, text.length, backward, own)
         one = pass_seconds(card, shape, engine, size, text.length, backward)
         seconds += own / size * _together(engine, one)
         for name, value in one.items():
             spent[name] = spent.get(name, 0.0) + own / size * value
     seconds += _merging_seconds(shape, engine)
-    return Cost(seconds, calibration_peak(shape, engine, text), max(spent, key=spent.get))
+    return Cost(seconds, calibration_peak(card, shape, engine, text), max(spent, key=spent.get))
 
 
 def _as_made(engine: Engine, shape: Shape) -> Engine:
@@ -212,11 +214,17 @@ def busiest(windows: int, ranks: int) -> int:
     return min(windows, math.ceil(groups / ranks) * math.ceil(windows / groups))
 
 
-def micro_batch(shape: Shape, engine: Engine, length: int, backward: bool, most: int) -> int:
-    """Windows in a pass."""
-    more = _STREAMED_WINDOWS if engine.name == "streamed" else 1
-    chosen = engine.micro_batch or max(1, round(more * _BUSY[backward] / (shape.hidden * length)))
-    return min(most, chosen)
+def micro_batch(card: Card, shape: Shape, engine: Engine, length: int, backward: bool, most: int) -> int:
+    """Windows in a pass: those that keep the GPU busy and hide the copies of streamed weights, as far as they fit."""
+    if engine.micro_batch is not None:
+        return min(most, engine.micro_batch)
+    wanted = round(_BUSY[backward] / (shape.hidden * length))
+    if engine.name == "streamed":
+        least = _TOKENS_OF_FILE if engine.source < PCIE else _TOKENS_OF_RAM
+        wanted = max(wanted, math.ceil(least / length))
+    free = card.memory - weight_bytes(shape, engine)
+    window = activation_bytes(shape, engine, length, backward)
+    return max(1, min(most, wanted, int(_SPARE * free / window)))
 
 
 def _merging_seconds(shape: Shape, engine: Engine) -> float:
@@ -228,12 +236,12 @@ def _merging_seconds(shape: Shape, engine: Engine) -> float:
     return nodes * 4 * values / engine.link
 
 
-def calibration_peak(shape: Shape, engine: Engine, text: Text) -> float:
+def calibration_peak(card: Card, shape: Shape, engine: Engine, text: Text) -> float:
     """Bytes on a GPU."""
     peaks = []
     for windows, backward in ((text.fisher, True), (text.windows - text.fisher, False)):
         if windows:
-            size = micro_batch(shape, engine, text.length, backward, busiest(windows, engine.ranks))
+            size = micro_batch(card, shape, engine, text.length, backward, busiest(windows, engine.ranks))
             peaks.append(weight_bytes(shape, engine) + activation_bytes(shape, engine, size * text.length, backward))
     return max(peaks)
 
@@ -257,16 +265,12 @@ def activation_bytes(shape: Shape, engine: Engine, tokens: int, backward: bool) 
         return working
     norms, mlp = (2, 2) if engine.compiled else (4, 3)  # uncompiled norms keep their input in fp32
     kept = norms * shape.hidden + 2 * shape.channels + mlp * gated
-    whole = shape.depth - _kept_as_inputs(engine, shape)
-    values = whole * kept + (shape.depth - whole) * shape.hidden
+    values = shape.depth * kept
+    if engine.name == "streamed":  # inputs of the other blocks wait in RAM
+        values = engine.segment * kept
+    elif engine.checkpointing:  # one block runs again at a time
+        values = kept + (shape.depth - 1) * shape.hidden
     return 2 * tokens * values + max(working, min(_LOGITS, 12 * tokens * shape.vocab))
-
-
-def _kept_as_inputs(engine: Engine, shape: Shape) -> int:
-    """Blocks of which only the input is kept, until they run again; one of them runs again at a time."""
-    if engine.name == "streamed":
-        return shape.depth - engine.segment
-    return shape.depth - 1 if engine.checkpointing else 0
 
 
 def sparsegpt(card: Card, shape: Shape, engine: Engine, text: Text) -> Cost:
