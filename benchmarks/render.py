@@ -28,6 +28,7 @@ SECTIONS = {
     "runs": run_tables.full,
     "ranks": rank_tables.full,
     "paper-measured": scaling_tables.measured,
+    "paper-several": lambda _folder: scaling_tables.several(),
     "paper-sizes": scaling_tables.sizes,
     "paper-large": lambda _folder: scaling_tables.large(),
 }

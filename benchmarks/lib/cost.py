@@ -185,10 +185,13 @@ def calibration(card: Card, shape: Shape, engine: Engine, text: Text) -> Cost:
             continue
         own = busiest(windows, engine.ranks)
         size = micro_batch(card, shape, engine, text.length, backward, own)
-        one = pass_seconds(card, shape, engine, size, text.length, backward)
-        seconds += own / size * _together(engine, one)
-        for name, value in one.items():
-            spent[name] = spent.get(name, 0.0) + own / size * value
+        first = _groups(windows, engine.ranks) if engine.compiled else 0
+        plain = replace(engine, compiled=False, checkpointing=True)
+        for how, many, count in ((engine, size, own - first), (plain, 1, first)):
+            one = pass_seconds(card, shape, how, many, text.length, backward)
+            seconds += count / many * _together(engine, one)
+            for name, value in one.items():
+                spent[name] = spent.get(name, 0.0) + count / many * value
     seconds += _merging_seconds(shape, engine)
     return Cost(seconds, calibration_peak(card, shape, engine, text), max(spent, key=spent.get))
 
@@ -208,10 +211,13 @@ def _together(engine: Engine, parts: dict[str, float]) -> float:
 
 def busiest(windows: int, ranks: int) -> int:
     """Windows of the rank that has most, as Ranks.groups() divides them."""
-    if ranks == 1:
-        return windows
     groups = min(GROUPS, windows)
-    return min(windows, math.ceil(groups / ranks) * math.ceil(windows / groups))
+    return windows if ranks == 1 else min(windows, _groups(windows, ranks) * math.ceil(windows / groups))
+
+
+def _groups(windows: int, ranks: int) -> int:
+    """Groups of windows of a rank. The first window of each runs uncompiled, and its blocks again when it goes back."""
+    return 1 if ranks == 1 else math.ceil(min(GROUPS, windows) / ranks)
 
 
 def micro_batch(card: Card, shape: Shape, engine: Engine, length: int, backward: bool, most: int) -> int:

@@ -123,6 +123,26 @@ def _cell(one: Comparison | None) -> str:
     return "-" if one is None else f"{one.predicted:.1f} / {one.measured:.1f} = {one.ratio:.2f}"
 
 
+def several(card: Card = CARDS["NVIDIA H200"], gpus: tuple[int, ...] = (1, 2, 4, 8)) -> str:
+    """Markdown: models that a GPU holds, on several of them; F-Wanda compiled."""
+    head = ["model", "GPUs", "F-Wanda, s", "efficiency", "SparseGPT, s", "efficiency"]
+    rows = []
+    for shape in map(shape_of, ("llama-2-7b", "llama-2-13b")):
+        alone = _resident(card, shape, 1)
+        for ranks in gpus:
+            pairs = zip(alone, _resident(card, shape, ranks), strict=True)
+            cells = [(f"{together:.1f}", f"{one / ranks / together:.2f}") for one, together in pairs]
+            rows.append([shape.name, str(ranks), *(text for cell in cells for text in cell)])
+    return table(head, rows)
+
+
+def _resident(card: Card, shape: Shape, ranks: int) -> tuple[float, float]:
+    """Seconds of F-Wanda's calibration and of SparseGPT, with the whole model on each GPU."""
+    engine = Engine("resident", ranks)
+    calibration = cost.calibration(card, shape, replace(engine, compiled=True), Text())
+    return calibration.seconds, cost.sparsegpt(card, shape, engine, Text()).seconds
+
+
 def sizes(_folder: Path = RESULTS) -> str:
     """Markdown: what the large models weigh."""
     head = ["", *LARGE]
