@@ -47,7 +47,7 @@ from torch import Tensor, nn
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, Statistics
 from fwanda_pruner.engine.engine import make_engine
-from fwanda_pruner.engine.ranks import Ranks
+from fwanda_pruner.engine.ranks import GROUPS, Ranks
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.targets import find_targets
 from fwanda_pruner.stage_names import pruning_seconds
@@ -63,7 +63,7 @@ SETTINGS = {
     "sharded": {"method": "fwanda", "allocation": "row", "compile": "off"},
 }
 SEED = 0
-_WARM_UP = 4  # windows of each rank in the short run: the later ones are compiled
+_WARM_UP = {"alone": 8, "together": 2 * GROUPS}  # windows of the short run: the second one of a group is compiled
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Bench:
     def warm_run(self, case: Case, model: nn.Module, renew, statistics: Statistics | None = None) -> Run:
         """A short run, then the one that counts. `renew` brings the first weights back."""
         tokens = self.tokens(case)
-        self.run(case, model, tokens[: _WARM_UP * self.ranks])
+        self.run(case, model, tokens[: _WARM_UP["together" if dist.is_initialized() else "alone"]])
         renew()
         self.reset_peak()
         seconds, found = self.run(case, model, tokens)
@@ -153,13 +153,19 @@ class Bench:
     def pruned(self, case: Case, model: nn.Module, tokens: Tensor, statistics: Statistics | None = None):
         settings = self.settings(case) | {"no_check": True, "fisher_samples": "all" if case.measures else "32"}
         with torch.inference_mode(False):
-            return fwanda_pruner.prune(model, calibration=tokens, statistics=statistics, progress=False, **settings)
+            text = {"calibration": tokens} if statistics is None else {"statistics": statistics}
+            return fwanda_pruner.prune(model, **text, progress=False, **settings)
 
     def settings(self, case: Case) -> dict:
+        compile = {"compile": "off"} if self.device.type == "cpu" else {}  # there it takes longer than it saves
+        return SETTINGS[case.kind] | compile | self.sharded(case)
+
+    def sharded(self, case: Case) -> dict:
+        """Settings of the sharded engine, where it runs."""
         if case.kind != "sharded" or not dist.is_initialized():
-            return SETTINGS[case.kind]
+            return {}
         again = "on" if self.engine(case).checkpointing else "off"
-        return SETTINGS[case.kind] | {"engine": "sharded", "checkpointing": again}
+        return {"engine": "sharded", "checkpointing": again}
 
     def tokens(self, case: Case) -> Tensor:
         """[S, L] int64."""
