@@ -90,7 +90,8 @@ def build_sharded(shape: str, dtype: torch.dtype, device: torch.device) -> nn.Mo
     for module in model.modules():
         if module not in inside:
             module.to_empty(device=device, recurse=False)
-    model.model.rotary_emb = inner(model.config, device=device)  # its buffers have no values on the meta device
+    with device:
+        model.model.rotary_emb = inner(model.config)  # made anew: on the meta device its buffers have no values
     shard_(model, device)
     blocks.to_empty(device=device)
     _fill(model, {id(parameter) for parameter in blocks.parameters()})
