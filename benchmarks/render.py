@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from lib import pictures, quality_tables, rank_tables, run_tables, scaling_tables, speed_tables
+from lib import pictures, quality_tables, run_tables, scaling_results, scaling_tables, speed_tables
 from lib.markdown import filled
 from lib.results import RESULTS
 
@@ -26,7 +26,7 @@ SECTIONS = {
     "readme-speed": speed_tables.readme,
     "hosts": speed_tables.hosts,
     "runs": run_tables.full,
-    "ranks": rank_tables.full,
+    "scaling": scaling_results.full,
     "paper-measured": scaling_tables.measured,
     "paper-several": lambda _folder: scaling_tables.several(),
     "paper-sizes": scaling_tables.sizes,

@@ -370,7 +370,7 @@ def test_a_page_holds_what_the_results_say(page):
         ("docs/performance.md", {"speed", "runs"}),
         ("docs/allocation.md", {"quality"}),
         ("docs/integrating.md", {"hosts"}),
-        ("docs/scaling.md", {"paper-measured", "paper-several", "paper-sizes", "paper-large", "ranks"}),
+        ("docs/scaling.md", {"paper-measured", "paper-several", "paper-sizes", "paper-large", "scaling"}),
     ],
 )
 def test_every_table_has_its_page(page, sections):

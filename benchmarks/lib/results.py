@@ -11,7 +11,7 @@ UNSHARED = RESULTS.parent.parent / ".benchmarks"  # where new results go unless 
 _KEYS = {
     "ops": {"date": str, "card": str, "rows": list},
     "prune": {"date": str, "card": str},
-    "ranks": {"date": str, "card": str, "gpus": int, "cases": list},
+    "scaling": {"date": str, "card": str, "gpus": int, "cases": list},
     "quality": {
         "date": str, "card": str, "driver": object, "torch": str, "model": str, "recipe": str, "dtype": str,
         "texts": list, "dense": dict, "calibration": object, "lines": list,

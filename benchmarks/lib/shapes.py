@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 # The rotary base keeps its default: no speed depends on it.
 SHAPES = {
@@ -57,57 +55,20 @@ def build(shape: str, dtype: torch.dtype, device: str, seed: int, blocks: int | 
     Args:
         shape: a key of SHAPES.
         dtype: of the weights.
-        device: where they lie.
+        device: where they lie; on "meta" they have no values.
         seed: of the weights.
         blocks: number of decoder blocks; None for all of the shape.
     """
-    model = _made(shape, dtype, torch.device(device), blocks)
-    reinitialise(model, seed)
-    return model
-
-
-def _made(shape: str, dtype: torch.dtype, device: torch.device, blocks: int | None = None) -> nn.Module:
-    """A model of a shape, in eval mode."""
     family, numbers = SHAPES[shape]
     numbers = numbers | ({} if blocks is None else {"num_hidden_layers": blocks})
     config = getattr(transformers, f"{family}Config")(
         **numbers, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
-    with _default_dtype(dtype), device:
-        return getattr(transformers, f"{family}ForCausalLM")(config).eval()
-
-
-def build_sharded(shape: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A model for the sharded engine, whose random weights are made on the shards: no rank ever holds all of them.
-
-    All ranks must call this. What each rank holds as a whole is the same on all of them.
-    """
-    from fwanda_pruner.model.sharding import shard_
-
-    model = _made(shape, dtype, torch.device("meta"))
-    blocks, inner = model.model.layers, type(model.model.rotary_emb)
-    inside = set(blocks.modules())
-    for module in model.modules():
-        if module not in inside:
-            module.to_empty(device=device, recurse=False)
-    with device:
-        model.model.rotary_emb = inner(model.config)  # made anew: on the meta device its buffers have no values
-    shard_(model, device)
-    blocks.to_empty(device=device)
-    _fill(model, {id(parameter) for parameter in blocks.parameters()})
+    with _default_dtype(dtype), torch.device(device):
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if device != "meta":
+        reinitialise(model, seed)
     return model
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, sharded: set[int]) -> None:
-    """Values like those of reinitialise(), drawn by each rank for its shards, and by all alike for the rest."""
-    alike, own = (torch.Generator(model.device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
-    for parameter in model.parameters():
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if parameter.dim() > 1:
-            shard.normal_(0, 0.02, generator=own if id(parameter) in sharded else alike)
-        else:
-            shard.fill_(1)
 
 
 @torch.no_grad()

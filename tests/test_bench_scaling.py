@@ -11,23 +11,23 @@ from helpers_ranks import environment
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(FOLDER))
-from lib import rank_tables  # noqa: E402
+from lib import scaling_results  # noqa: E402
 
 SHARDED = importlib.util.find_spec("fwanda_pruner.engine.sharded") is not None
 
 
-def bench_ranks(*arguments, ranks=2):
+def bench_scaling(*arguments, ranks=2):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launch, str(FOLDER / "bench_ranks.py"), "--cpu", *arguments]
+    command = [sys.executable, *launch, str(FOLDER / "bench_scaling.py"), "--cpu", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """The result of all kinds of cases, and what was printed."""
-    folder = tmp_path_factory.mktemp("ranks")
+    folder = tmp_path_factory.mktemp("scaling")
     cases = ["fwanda:tiny", "sparsegpt:tiny", "auto:tiny", *["sharded:tiny"] * SHARDED]
-    done = bench_ranks("--cases", *cases, "--tokens", "24x32", "--dtype", "float32", "--results", str(folder))
+    done = bench_scaling("--cases", *cases, "--tokens", "24x32", "--dtype", "float32", "--results", str(folder))
     assert done.returncode == 0, done.stderr
     (path,) = folder.iterdir()
     *printed, last = done.stdout.splitlines()
@@ -52,12 +52,12 @@ def test_a_sharded_model_finds_the_same_statistics_on_all_ranks(result):
 
 def test_each_case_has_its_time_alone_and_together_and_its_efficiency(result):
     facts, printed = result
-    assert (facts["kind"], facts["gpus"], facts["tokens"], facts["dtype"]) == ("ranks", 2, "24x32", "float32")
+    assert (facts["kind"], facts["gpus"], facts["tokens"], facts["dtype"]) == ("scaling", 2, "24x32", "float32")
     for case in facts["cases"]:
-        alone, together = case["alone"]["seconds"], case["ranks"]["seconds"]
+        alone, together = case["alone"]["seconds"], case["together"]["seconds"]
         assert case["efficiency"] == pytest.approx(alone / (2 * together))
-        assert case["ranks"]["peak_memory_bytes"] is None and case["ranks"]["predicted_seconds"] is None
-    assert printed == rank_tables.table(facts["cases"]).splitlines() + [""]
+        assert case["together"]["peak_memory_bytes"] is None and case["together"]["predicted_seconds"] is None
+    assert printed == scaling_results.table(facts["cases"]).splitlines() + [""]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_each_case_has_its_time_alone_and_together_and_its_efficiency(result):
     ids=["alone", "shape", "kind", "tokens"],
 )
 def test_a_wrong_argument_is_one_line(arguments, message):
-    done = bench_ranks(*arguments, ranks=0)
+    done = bench_scaling(*arguments, ranks=0)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -92,7 +92,7 @@ def measured(date, seconds, gpus=2):
         "masks_of_equal_statistics_equal": True,
     }
     cases = [
-        {"case": "fwanda", "shape": "llama-2-7b", "gpus": gpus, "alone": figures(14.5), "ranks": figures(seconds),
+        {"case": "fwanda", "shape": "llama-2-7b", "gpus": gpus, "alone": figures(14.5), "together": figures(seconds),
          "efficiency": 14.5 / gpus / seconds, "checks": fwanda},
         {"case": "sharded", "shape": "llama-3-70b", "gpus": gpus, "left_out": "it does not fit"},
     ]  # fmt: skip
@@ -101,14 +101,14 @@ def measured(date, seconds, gpus=2):
 
 
 def test_the_page_shows_the_newest_result_of_each_number_of_gpus(tmp_path):
-    assert rank_tables.full(tmp_path) == "Not measured yet.\n"
+    assert scaling_results.full(tmp_path) == "Not measured yet.\n"
     for name, facts in {
         "a": measured("2026-12-01", 9.0),
         "b": measured("2026-12-02", 7.6),
         "c": measured("2026-12-01", 4.0, gpus=4),
     }.items():
-        (tmp_path / f"ranks-{name}.json").write_text(json.dumps(facts))
-    page = rank_tables.full(tmp_path)
+        (tmp_path / f"scaling-{name}.json").write_text(json.dumps(facts))
+    page = scaling_results.full(tmp_path)
     assert page.count("NVIDIA H200, driver 580.1") == 2 and "| 9.00 |" not in page
     assert (
         "| fwanda llama-2-7b | 2 | 14.50 | 7.60 | 0.95 | 6.84 | 20.0 | 19.0 | statistics equal on all ranks, **NOT**"

@@ -1,4 +1,4 @@
-"""Tables of runs on several GPUs, from results of bench_ranks.py."""
+"""Tables of runs on several GPUs, from results of bench_scaling.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = (
 
 def full(folder: Path = RESULTS) -> str:
     """Markdown: a table for each result, the newest of each card and number of GPUs."""
-    newest = {(result["card"], result["gpus"]): result for result in read_all("ranks", folder).values()}
+    newest = {(result["card"], result["gpus"]): result for result in read_all("scaling", folder).values()}
     if not newest:
         return "Not measured yet.\n"
     return "\n".join(f"{heading([result])}\n\n{table(result['cases'])}" for result in newest.values())
@@ -31,15 +31,15 @@ def _cells(case: dict) -> list[str]:
     name = [f"{case['case']} {case['shape']}", str(case["gpus"])]
     if "left_out" in case:
         return [*name, *"------", f"left out: {case['left_out']}"]
-    ranks, alone = case["ranks"], case.get("alone", {})
+    together, alone = case["together"], case.get("alone", {})
     return [
         *name,
         _number(alone.get("seconds"), 2),
-        _number(ranks["seconds"], 2),
+        _number(together["seconds"], 2),
         _number(case.get("efficiency"), 2),
-        _number(ranks["predicted_seconds"], 2),
-        _number(ranks["peak_memory_bytes"], 1, 1e9),
-        _number(ranks["predicted_peak_bytes"], 1, 1e9),
+        _number(together["predicted_seconds"], 2),
+        _number(together["peak_memory_bytes"], 1, 1e9),
+        _number(together["predicted_peak_bytes"], 1, 1e9),
         _checks(case["checks"]),
     ]
 

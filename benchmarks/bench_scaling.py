@@ -1,7 +1,7 @@
 """Seconds, peak memory and agreement of runs on several GPUs, against one GPU in the same call.
 
-    torchrun --nproc-per-node 4 benchmarks/bench_ranks.py
-    torchrun --nproc-per-node 2 benchmarks/bench_ranks.py --cases fwanda:llama-2-7b sharded:llama-2-13b
+    torchrun --nproc-per-node 4 benchmarks/bench_scaling.py
+    torchrun --nproc-per-node 2 benchmarks/bench_scaling.py --cases fwanda:llama-2-7b sharded:llama-2-13b
 
 A case is KIND:SHAPE. First rank 0 runs all cases alone, then all ranks run them together. Each run follows a short one
 that compiles what it needs. Weights and tokens are random; those of all ranks and of the run alone are the same.
@@ -37,10 +37,10 @@ from lib.cost import Cost, Engine, Text
 from lib.machine import machine, synchronize
 from lib.masks import equal_share, packed_masks
 from lib.naive import linears
-from lib.rank_tables import table
+from lib.scaling_results import table
 from lib.rates import CARDS
 from lib.results import UNSHARED, slug, write
-from lib.shapes import SHAPES, build, build_sharded, reinitialise
+from lib.shapes import SHAPES, build, reinitialise
 from lib.sizes import shape_of
 from torch import Tensor, nn
 
@@ -119,7 +119,9 @@ class Bench:
     def together(self, case: Case, statistics: Statistics | None) -> Run:
         """A case on all ranks; `statistics` of the run alone give the masks."""
         if case.kind == "sharded":
-            return self.warm_run(case, build_sharded(case.shape, self.dtype, self.device), lambda: None)
+            from lib.sharded_shapes import build_sharded
+
+            return self.warm_run(case, build_sharded(case.shape, self.dtype, self.device, SEED), lambda: None)
         model = build(case.shape, self.dtype, self.device.type, SEED)
         return self.warm_run(case, model, lambda: reinitialise(model, SEED), statistics)
 
@@ -222,7 +224,7 @@ def main() -> None:
             alone[case] = bench.alone(case)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=1))
     result = facts(args, device, ranks)
-    path = args.results / f"ranks-{slug(ranks, result['card'])}-{result['date']}.json"
+    path = args.results / f"scaling-{slug(ranks, result['card'])}-{result['date']}.json"
     for case in args.cases:
         row = compared(bench, case, alone.get(case))
         if rank == 0:
@@ -264,7 +266,7 @@ def windows_of(text: str) -> tuple[int, int]:
 
 def facts(args: argparse.Namespace, device: torch.device, ranks: int) -> dict:
     tokens = "x".join(map(str, args.tokens))
-    found = {"kind": "ranks", **machine(device.type), "transformers": transformers.__version__, "gpus": ranks}
+    found = {"kind": "scaling", **machine(device.type), "transformers": transformers.__version__, "gpus": ranks}
     return found | {"nccl": nccl_version(device), "tokens": tokens, "dtype": args.dtype, "seed": SEED, "cases": []}
 
 
@@ -287,7 +289,7 @@ def compared(bench: Bench, case: Case, alone: Run | None) -> dict | None:
     if not ranks.first:
         return None
     peak = None if together.peak is None else max(peaks)
-    row |= {"ranks": figures(slowest, peak, bench.predicted(case, bench.engine(case)))}
+    row |= {"together": figures(slowest, peak, bench.predicted(case, bench.engine(case)))}
     if alone is not None:
         expected = bench.predicted(case, replace(bench.engine(case), name="resident", ranks=1, checkpointing=False))
         row |= {"alone": figures(alone.seconds, alone.peak, expected)}
