@@ -37,10 +37,11 @@ from lib.cost import Cost, Engine, Text
 from lib.machine import machine, synchronize
 from lib.masks import equal_share, packed_masks
 from lib.naive import linears
-from lib.scaling_results import table
 from lib.rates import CARDS
 from lib.results import UNSHARED, slug, write
+from lib.scaling_results import table
 from lib.shapes import SHAPES, build, reinitialise
+from lib.sharded_shapes import build_sharded
 from lib.sizes import shape_of
 from torch import Tensor, nn
 
@@ -119,8 +120,6 @@ class Bench:
     def together(self, case: Case, statistics: Statistics | None) -> Run:
         """A case on all ranks; `statistics` of the run alone give the masks."""
         if case.kind == "sharded":
-            from lib.sharded_shapes import build_sharded
-
             return self.warm_run(case, build_sharded(case.shape, self.dtype, self.device, SEED), lambda: None)
         model = build(case.shape, self.dtype, self.device.type, SEED)
         return self.warm_run(case, model, lambda: reinitialise(model, SEED), statistics)

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fwanda_pruner.model.placement import move_the_rest
-from fwanda_pruner.model.sharding import wrap_
+from fwanda_pruner.model import placement
 
 from .shapes import build
 
@@ -21,10 +20,12 @@ def build_sharded(shape: str, dtype: torch.dtype, device: torch.device, seed: in
         device: of this rank.
         seed: of the weights; what each rank holds as a whole is the same on all of them.
     """
+    from fwanda_pruner.model.sharding import wrap_
+
     model = build(shape, dtype, "meta", seed)
     wrap_(model, device, offload=False)
     model.to_empty(device=device)
-    move_the_rest(model, device)
+    placement.move_the_rest(model, device)
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers have values of their own
     _fill(model, device, seed)
