@@ -130,6 +130,7 @@ class Bench:
         self.run(case, model, tokens[: _WARM_UP["together" if dist.is_initialized() else "alone"]])
         renew()
         self.reset_peak()
+        Ranks.current().gather(None)  # all ranks begin together
         seconds, found = self.run(case, model, tokens)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         if case.kind == "fwanda":  # masks are selected from the same statistics on one rank and on several
@@ -229,7 +230,7 @@ def main() -> None:
         if rank == 0:
             result["cases"].append(row)
             write(path, result)
-    dist.barrier()
+    Ranks.current().gather(None)
     dist.destroy_process_group()
     if rank == 0:
         print(f"{table(result['cases'])}\n{path}")
