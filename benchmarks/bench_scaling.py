@@ -24,7 +24,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +51,7 @@ from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.engine.ranks import GROUPS, Ranks
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.targets import find_targets
+from fwanda_pruner.report.record import Report
 from fwanda_pruner.stage_names import pruning_seconds
 
 CASES = (
@@ -124,7 +125,9 @@ class Bench:
         model = build(case.shape, self.dtype, self.device.type, SEED)
         return self.warm_run(case, model, lambda: reinitialise(model, SEED), statistics)
 
-    def warm_run(self, case: Case, model: nn.Module, renew, statistics: Statistics | None = None) -> Run:
+    def warm_run(
+        self, case: Case, model: nn.Module, renew: Callable[[], None], statistics: Statistics | None = None
+    ) -> Run:
         """A short run, then the one that counts. `renew` brings the first weights back."""
         tokens = self.tokens(case)
         self.run(case, model, tokens[: _WARM_UP["together" if dist.is_initialized() else "alone"]])
@@ -136,8 +139,6 @@ class Bench:
         if case.kind == "fwanda":  # masks are selected from the same statistics on one rank and on several
             self.pruned(case, model, tokens, statistics or found)
         masks = None if case.kind == "sharded" else packed_masks(m.weight for m in linears(model).values())
-        del model
-        self.free()
         return Run(seconds, peak, found, masks)
 
     def run(self, case: Case, model: nn.Module, tokens: Tensor) -> tuple[float, Statistics | None]:
@@ -152,11 +153,10 @@ class Bench:
         synchronize(self.device.type)
         return time.perf_counter() - start, found
 
-    def pruned(self, case: Case, model: nn.Module, tokens: Tensor, statistics: Statistics | None = None):
+    def pruned(self, case: Case, model: nn.Module, tokens: Tensor, statistics: Statistics | None = None) -> Report:
         settings = self.settings(case) | {"no_check": True, "fisher_samples": "all" if case.measures else "32"}
-        with torch.inference_mode(False):
-            text = {"calibration": tokens} if statistics is None else {"statistics": statistics}
-            return fwanda_pruner.prune(model, **text, progress=False, **settings)
+        text = {"calibration": tokens} if statistics is None else {"statistics": statistics}
+        return fwanda_pruner.prune(model, **text, progress=False, **settings)
 
     def settings(self, case: Case) -> dict:
         compile = {"compile": "off"} if self.device.type == "cpu" else {}  # there it takes longer than it saves
@@ -180,6 +180,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def free(self) -> None:
+        """Frees the memory of a case that has ended."""
         torch.compiler.reset()  # compiled blocks would keep the model alive
         gc.collect()
         if self.device.type == "cuda":
@@ -222,6 +223,7 @@ def main() -> None:
         for case in args.cases:
             say(f"{case.kind} {case.shape}, alone")
             alone[case] = bench.alone(case)
+            bench.free()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=1))
     result = facts(args, device, ranks)
     path = args.results / f"scaling-{slug(ranks, result['card'])}-{result['date']}.json"
@@ -284,6 +286,7 @@ def compared(bench: Bench, case: Case, alone: Run | None) -> dict | None:
         say(f"{case.kind} {case.shape}, {ranks.size} ranks")
     parts = ranks.share(lambda: alone.statistics.to_parts() if alone and alone.statistics else None)
     together = bench.together(case, None if parts is None else Statistics.of_parts(*parts).to(bench.device))
+    bench.free()
     slowest, peaks = max(ranks.gather(together.seconds)), ranks.gather(together.peak)
     digests = ranks.gather((digest(statistics_of(together)), digest(together.masks)))
     if not ranks.first:
