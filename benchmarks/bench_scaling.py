@@ -238,7 +238,8 @@ def main() -> None:
         print(f"{table(result['cases'])}\n{path}")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     option = parser.add_argument
     cases = [Case.parse(text) for text in CASES]
@@ -251,7 +252,7 @@ def arguments() -> argparse.Namespace:
     )
     option("--cpu", action="store_true", help="run on the CPU")
     option("--results", type=Path, default=UNSHARED, metavar="DIR", help="folder of the JSON file (%(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if not dist.is_torchelastic_launched():
         parser.error("start it by torchrun --nproc-per-node N")
     args.results.mkdir(parents=True, exist_ok=True)
