@@ -4,7 +4,7 @@
     python benchmarks/scaling_model.py --card H100 --gpus 1 4 8 large models on other machines
 
 The model itself is lib/cost.py: it counts FLOPs and bytes and divides them by rates. Its constants are rates of a card,
-of the host and of links, each with its source beside it. None is fitted to a row of a table. It covers the calibration
+of the host and of links, each with its source beside it. None serves one row of a table alone. It covers the calibration
 of Wanda and F-Wanda and the walk of SparseGPT through the blocks, with weights of two bytes. It leaves out reading the
 text, the search of `response` and `auto`, and loading and saving the model.
 """
