@@ -3,9 +3,9 @@
     python benchmarks/scaling_model.py                          the tables of docs/scaling.md
     python benchmarks/scaling_model.py --card H100 --gpus 1 4 8 large models on other machines
 
-The model itself is lib/cost.py: it counts FLOPs and bytes and divides them by rates. Its constants are rates of a card,
-of the host and of links, each with its source beside it. None serves one row of a table alone. It covers the calibration
-of Wanda and F-Wanda and the walk of SparseGPT through the blocks, with weights of two bytes. It leaves out reading the
+The model itself is lib/cost.py: it counts FLOPs and bytes and divides them by rates of a card, the host and the links.
+lib/rates.py has these, each with its source; none serves one row of a table alone. The model covers the calibration of
+Wanda and F-Wanda and the walk of SparseGPT through the blocks, with weights of two bytes. It leaves out reading the
 text, the search of `response` and `auto`, and loading and saving the model.
 """
 
