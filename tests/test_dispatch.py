@@ -65,25 +65,31 @@ def test_unknown_backend_lists_the_names_and_is_not_forced():
     assert call().sum() == 4
 
 
-@without_interpreter
-def test_environment_forces_a_backend(monkeypatch):
-    monkeypatch.setenv("FWANDA_BACKEND", "triton")
-    with pytest.raises(fk.BackendError):
-        call()
-    assert "forced: triton" in describe()
+def test_environment_forces_a_backend_unless_a_block_does():
+    code = """
+def kept():
+    return int(fk.row_topk_mask(torch.ones(2, 4), torch.ones(4), 2).sum())
+try:
+    kept()
+except fk.BackendError as error:
+    print(error)
+with fk.use_backend("reference"):
+    print(kept())
+print("forced: triton" in fk.describe())
+"""
+    refusal, *rest = run_alone(code, FWANDA_BACKEND="triton", TRITON_INTERPRET="0").splitlines()
+    assert refusal.startswith("row_topk_mask: no backend serves this call on cpu (triton: ") and rest == ["4", "True"]
 
 
-def test_invalid_environment_lists_the_names(monkeypatch):
-    monkeypatch.setenv("FWANDA_BACKEND", "metal")
-    with pytest.raises(ValueError, match="reference") as error:
-        call()
-    assert "FWANDA_BACKEND" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_use_backend_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("FWANDA_BACKEND", "metal")
-    with fk.use_backend("reference"):
-        assert call().sum() == 4
+def test_invalid_environment_lists_the_names():
+    code = """
+try:
+    fk.row_topk_mask(torch.ones(2, 4), torch.ones(4), 2)
+except ValueError as error:
+    print(error)
+"""
+    (line,) = run_alone(code, FWANDA_BACKEND="metal").splitlines()
+    assert "'metal'" in line and "FWANDA_BACKEND" in line and all(name in line for name in BACKENDS)
 
 
 # refusals and failures
