@@ -130,7 +130,7 @@ class Device:
         """Queue the steps on a stream, in order. All kernels are loaded before the first is launched.
 
         Raises:
-            ImportError: a kernel cannot be compiled or loaded, or the card has too little shared memory; nothing was queued.
+            ImportError: a kernel cannot be compiled or loaded, or needs more shared memory than there is; nothing was queued.
             DriverError: a launch failed.
         """
         current = c_void_p()
