@@ -58,9 +58,9 @@ def multiprocessors(tensor: Tensor) -> int:
     return _device(tensor.get_device()).multiprocessors
 
 
-def max_shared(tensor: Tensor) -> int:
-    """Bytes of shared memory that a block can have on the card of a tensor."""
-    return _device(tensor.get_device()).max_shared
+def shared_bytes(tensor: Tensor) -> int:
+    """Bytes of shared memory that a block of the card of a tensor may have."""
+    return _device(tensor.get_device()).shared_bytes
 
 
 def run(like: Tensor, steps: Sequence[Launch | Zero]) -> None:

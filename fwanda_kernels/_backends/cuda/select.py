@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._checks import bad_code, new_flag, raise_if_bad
-from . import ITEMSIZE, aligned, max_shared, run, serves, variant
+from . import ITEMSIZE, aligned, run, serves, shared_bytes, variant
 from . import about as _about
 from .driver import Launch
 from .layout import COUNT, Layout
@@ -67,7 +67,7 @@ def _serves(weight: Tensor) -> bool:
     (rows, cols), (row_stride, col_stride) = weight.shape, weight.stride()
     if not serves(weight) or col_stride != 1 or row_stride < cols or not 1 <= cols <= MAX_COLUMNS or rows > MAX_ROWS:
         return False
-    return cols * ITEMSIZE[weight.dtype] + BESIDE_ROW <= max_shared(weight)
+    return cols * ITEMSIZE[weight.dtype] + BESIDE_ROW <= shared_bytes(weight)
 
 
 def plan_one(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor, mask: Tensor | None) -> list[Launch]:
@@ -125,7 +125,7 @@ def _threads(entry: tuple) -> int:
 
 
 @cache
-def shared_bytes(threads: int, row_bytes: int) -> int:
+def _dynamic_bytes(threads: int, row_bytes: int) -> int:
     """Dynamic shared memory of a block."""
     return list_bytes(threads) + (row_bytes + 15) // 16 * 16
 
@@ -144,4 +144,4 @@ def _launch(module: tuple[str, str], kernel: str, entries: list[tuple], itemsize
     if len(entries) < room:
         table.append(bytes(ENTRY.size * (room - len(entries))))
     threads, widest = _threads(entries[0]), max(entry[7] for entry in entries)
-    return Launch(module, kernel, rows, threads, (b"".join(table),), shared_bytes(threads, widest * itemsize))
+    return Launch(module, kernel, rows, threads, (b"".join(table),), _dynamic_bytes(threads, widest * itemsize))
