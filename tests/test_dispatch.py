@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fwanda_kernels as fk
 from fwanda_kernels import describe
@@ -90,6 +91,42 @@ except ValueError as error:
 """
     (line,) = run_alone(code, FWANDA_BACKEND="metal").splitlines()
     assert "'metal'" in line and "FWANDA_BACKEND" in line and all(name in line for name in BACKENDS)
+
+
+# the way of a call
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def profiled(call) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return {event.name for event in profile.events()}
+
+
+def test_a_call_passes_the_dispatcher_only_where_that_is_needed():
+    weight = torch.ones(2, 4)
+    assert "fwanda::nm_mask" not in profiled(lambda: fk.nm_mask(weight, SCALE, 2, 4))
+    assert "fwanda::nm_mask" in profiled(lambda: torch.ops.fwanda.nm_mask(weight, SCALE, 2, 4, None))
+    assert "fwanda::nm_mask" in profiled(lambda: fk.nm_mask(weight.clone().requires_grad_(), SCALE, 2, 4))
+    with torch.no_grad():
+        assert "fwanda::nm_mask" not in profiled(lambda: fk.nm_mask(torch.nn.Parameter(weight), SCALE, 2, 4))
+    with Seen() as seen:
+        fk.nm_mask(weight, SCALE, 2, 4)
+    assert seen.names[0] == "fwanda::nm_mask"
+
+
+def test_a_call_on_a_device_without_kernels_gives_the_shape():
+    mask = fk.nm_mask(WEIGHT.to("meta"), SCALE.to("meta"), 2, 4)
+    assert mask.device.type == "meta" and mask.shape == WEIGHT.shape and mask.dtype == torch.bool
 
 
 # refusals and failures
