@@ -31,6 +31,8 @@ if command -v compute-sanitizer >/dev/null; then
 else
     echo "== no compute-sanitizer on the path"
 fi
+step "host, native" "$python" benchmarks/host_cost.py
+step "host, Triton" "$python" benchmarks/host_cost.py --backend triton
 step "speed" "$python" -m pytest -q benchmarks/bench_ops.py --benchmark \
     -k "(row_topk_prune_ or nm_prune_ or sq_sums or compress_24 or select_threshold) and not cusparselt and not 28672"
 exit $failed

@@ -5,12 +5,13 @@
 // statistic comes from a radix select (11 + 10 + 10 bits), each round over the candidates of the last one, so the time
 // is linear whatever the ties. Groups of 4 and 8 columns rank their scores by comparing all pairs, without a branch;
 // other group sizes use std::nth_element. Rows are independent: results do not depend on the number of threads.
+//
+// Every op returns a code of bad.h besides its result, and throws nothing.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,6 +29,7 @@ namespace {
 using fwanda::kBadKeep;
 using fwanda::kBadScale;
 using fwanda::kBadWeight;
+using fwanda::kRefused;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -240,27 +242,18 @@ bool all_finite(T* weight, Shape s) {
   return ok;
 }
 
-void check(const Tensor& weight, const Tensor& scale) {
-  STD_TORCH_CHECK(weight.dim() == 2, "fwanda_C: weight must be [R, C], got ", weight.dim(), " dimensions");
+bool fits(const Tensor& weight, const Tensor& scale) {
   const ScalarType dtype = weight.scalar_type();
-  STD_TORCH_CHECK(
-      dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float,
-      "fwanda_C: weight must be bf16, fp16 or fp32");
-  STD_TORCH_CHECK(
-      scale.dim() == 1 && scale.size(0) == weight.size(1) && scale.scalar_type() == ScalarType::Float,
-      "fwanda_C: scale must be [C]=[", weight.size(1), "] fp32");
+  return weight.dim() == 2 && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
+         scale.dim() == 1 && scale.size(0) == weight.size(1) && scale.scalar_type() == ScalarType::Float;
 }
 
-void check_keep(const Tensor& weight, const Tensor& keep) {
-  STD_TORCH_CHECK(
-      keep.dim() == 1 && keep.size(0) == weight.size(0) && keep.scalar_type() == ScalarType::Long,
-      "fwanda_C: keep must be [R]=[", weight.size(0), "] int64");
+bool fits_keep(const Tensor& weight, const Tensor& keep) {
+  return keep.dim() == 1 && keep.size(0) == weight.size(0) && keep.scalar_type() == ScalarType::Long;
 }
 
-void check_pattern(const Tensor& weight, int64_t n, int64_t m) {
-  STD_TORCH_CHECK(
-      m >= 1 && 0 <= n && n <= m && weight.size(1) % m == 0,
-      "fwanda_C: n:m must keep n of m, with C=", weight.size(1), " a multiple of m, got ", n, ":", m);
+bool fits_pattern(const Tensor& weight, int64_t n, int64_t m) {
+  return m >= 1 && 0 <= n && n <= m && weight.size(1) % m == 0;
 }
 
 template <class V>
@@ -362,30 +355,30 @@ auto groups(const Arguments& a, int64_t columns, int64_t n, int64_t m) {
   };
 }
 
+std::tuple<Tensor, int64_t> refused(const Tensor& like) {
+  return {torch::stable::new_empty(like, {0}, ScalarType::Bool), kRefused};
+}
+
 int64_t row_topk_prune_(const Tensor& weight, const Tensor& scale, const Tensor& keep) {
-  check(weight, scale);
-  check_keep(weight, keep);
+  if (!fits(weight, scale) || !fits_keep(weight, keep)) return kRefused;
   const Arguments a(scale, keep);
   return prune(weight, a.flag, topk(a, weight.size(1)));
 }
 
 std::tuple<Tensor, int64_t> row_topk_mask(const Tensor& weight, const Tensor& scale, const Tensor& keep) {
-  check(weight, scale);
-  check_keep(weight, keep);
+  if (!fits(weight, scale) || !fits_keep(weight, keep)) return refused(weight);
   const Arguments a(scale, keep);
   return mask(weight, a.flag, topk(a, weight.size(1)));
 }
 
 int64_t nm_prune_(const Tensor& weight, const Tensor& scale, int64_t n, int64_t m) {
-  check(weight, scale);
-  check_pattern(weight, n, m);
+  if (!fits(weight, scale) || !fits_pattern(weight, n, m)) return kRefused;
   const Arguments a(scale);
   return prune(weight, a.flag, groups(a, weight.size(1), n, m));
 }
 
 std::tuple<Tensor, int64_t> nm_mask(const Tensor& weight, const Tensor& scale, int64_t n, int64_t m) {
-  check(weight, scale);
-  check_pattern(weight, n, m);
+  if (!fits(weight, scale) || !fits_pattern(weight, n, m)) return refused(weight);
   const Arguments a(scale);
   return mask(weight, a.flag, groups(a, weight.size(1), n, m));
 }

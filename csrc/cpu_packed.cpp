@@ -5,12 +5,13 @@
 // weights are removed, and these are multiplied with x, which is fp32 and arranged once in the order of the registers.
 // Sums are fp32, in an order that depends on nothing but the shape. Threads share tiles of 16 rows, by their bytes; a row
 // belongs to one thread, so the results do not depend on the number of threads.
+//
+// Every op returns a code of bad.h besides its result, and throws nothing.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,8 +19,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <tuple>
 #include <vector>
 
+#include "bad.h"
 #include "bits.h"
 
 #if defined(__x86_64__)
@@ -30,6 +33,8 @@
 
 namespace {
 
+using fwanda::kAltered;
+using fwanda::kRefused;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -86,13 +91,14 @@ inline void from_float(float value, Half& out) {
   out.bits = uint16_t(half | sign);
 }
 
-// Parts of a packed [rows, columns] weight.
+// Parts of a packed [rows, columns] weight; only `code` has a meaning where that is not 0.
 struct Packed {
   Packed(const Tensor& packed, int64_t rows, int64_t columns) : rows(rows), columns(columns) {
-    STD_TORCH_CHECK(
-        packed.dim() == 1 && packed.scalar_type() == ScalarType::Byte && packed.is_contiguous(),
-        "fwanda_C: packed must be [N] uint8, contiguous");
-    STD_TORCH_CHECK(rows >= 0 && columns >= 0, "fwanda_C: rows and columns must be >= 0");
+    const bool fits = packed.dim() == 1 && packed.scalar_type() == ScalarType::Byte && packed.is_contiguous();
+    if (!fits || rows < 0 || columns < 0) {
+      code = kRefused;
+      return;
+    }
     tiles = (rows + kTileRows - 1) / kTileRows;
     chunks_of_tile = (columns + kChunkColumns - 1) / kChunkColumns;
     const auto* bytes = static_cast<const uint8_t*>(packed.data_ptr());
@@ -101,9 +107,7 @@ struct Packed {
     offsets = order + 4 * kTileRows * tiles;
     data = offsets + (4 * (chunks + 1) + kAligned - 1) / kAligned * kAligned;
     size = packed.numel() - (data - bytes);
-    STD_TORCH_CHECK(
-        size >= 0 && size == end_of(chunks - 1), "fwanda_C: packed has ", packed.numel(),
-        " bytes, which do not fit a weight of [", rows, ", ", columns, "]");
+    if (size < 0 || size != end_of(chunks - 1)) code = kAltered;
   }
   int64_t start_of(int64_t chunk) const { return kAligned * int64_t(load32(offsets + 4 * chunk)); }
   int64_t end_of(int64_t chunk) const { return start_of(chunk + 1); }
@@ -112,7 +116,7 @@ struct Packed {
     const int64_t left = columns - chunk % chunks_of_tile * kChunkColumns;
     return int((std::min(left, kChunkColumns) + kPairColumns - 1) / kPairColumns);
   }
-  int64_t rows, columns, tiles, chunks_of_tile, size;
+  int64_t rows, columns, tiles, chunks_of_tile, size, code = 0;
   const uint8_t *order, *offsets, *data;
 };
 
@@ -460,8 +464,9 @@ std::vector<int64_t> parts_of(const Packed& w) {
 }
 
 // Calls body(tile, chunk of the tile, its bits, pairs, lanes) for all chunks, and end(tile, lanes) after those of a tile.
+// Returns a code of bad.h.
 template <class Chunk, class End>
-void for_chunks(const Packed& w, Gather gather, int per_word, const Chunk& body, const End& end) {
+int64_t for_chunks(const Packed& w, Gather gather, int per_word, const Chunk& body, const End& end) {
   const std::vector<int64_t> bounds = parts_of(w);
   std::atomic<bool> ok{true};
   torch::stable::parallel_for(0, int64_t(bounds.size()) - 1, 1, [&](int64_t first, int64_t last) {
@@ -481,7 +486,7 @@ void for_chunks(const Packed& w, Gather gather, int per_word, const Chunk& body,
       if (!end(tile, lanes)) ok = false;
     }
   });
-  STD_TORCH_CHECK(ok, "fwanda_C: packed has been altered: its bits do not fit its offsets; see check_packed()");
+  return ok ? 0 : kAltered;
 }
 
 struct AlignedFloats {
@@ -494,7 +499,7 @@ struct AlignedFloats {
 };
 
 template <class T>
-void linear(const Tensor& x, const Packed& w, const std::optional<Tensor>& bias, const Tensor& out) {
+int64_t linear(const Tensor& x, const Packed& w, const std::optional<Tensor>& bias, const Tensor& out) {
   const Kernel<T> kernel(kIsa);
   const int tokens = int(x.size(0));
   int padded = 1;
@@ -525,7 +530,7 @@ void linear(const Tensor& x, const Packed& w, const std::optional<Tensor>& bias,
     }
     return ok;
   };
-  for_chunks(w, kernel.gather, per_word<T>(), multiply, finish);
+  return for_chunks(w, kernel.gather, per_word<T>(), multiply, finish);
 }
 
 // Writes the 32 values of a lane, 8 to each of two rows at two places; rows are null where there is none.
@@ -567,7 +572,7 @@ FWANDA_AVX512 void scatter_512(const uint32_t*& values, uint32_t mask, int64_t c
 
 // T: unsigned integers of the size of a value.
 template <class T>
-void unpack(const Packed& w, const Tensor& out) {
+int64_t unpack(const Packed& w, const Tensor& out) {
   const Kernel<Float> kernel(kIsa);
   auto* dense = static_cast<T*>(out.data_ptr());
   const auto write = [&](int64_t tile, int64_t k, const uint8_t* bits, int pairs, const Lanes& lanes, Ahead ahead) {
@@ -592,54 +597,41 @@ void unpack(const Packed& w, const Tensor& out) {
       }
     }
   };
-  for_chunks(w, kernel.gather, per_word<T>(), write, [](int64_t, const Lanes&) { return true; });
+  return for_chunks(w, kernel.gather, per_word<T>(), write, [](int64_t, const Lanes&) { return true; });
 }
 
-Tensor packed_linear(
+std::tuple<Tensor, int64_t> packed_linear(
     const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t rows, int64_t columns) {
   const Packed w(packed, rows, columns);
-  STD_TORCH_CHECK(
-      x.dim() == 2 && x.size(1) == columns && x.size(0) <= kMaxTokens && x.is_contiguous(),
-      "fwanda_C: x must be [T, ", columns, "] with at most ", kMaxTokens, " tokens, contiguous");
   const ScalarType dtype = x.scalar_type();
-  if (bias)
-    STD_TORCH_CHECK(
-        bias->dim() == 1 && bias->size(0) == rows && bias->scalar_type() == dtype && bias->is_contiguous(),
-        "fwanda_C: bias must be [", rows, "] in the dtype of x, contiguous");
+  const bool x_fits = x.dim() == 2 && x.size(1) == columns && x.size(0) <= kMaxTokens && x.is_contiguous();
+  const bool bias_fits = !bias || (bias->dim() == 1 && bias->size(0) == rows && bias->scalar_type() == dtype && bias->is_contiguous());
+  if (w.code || !x_fits || !bias_fits) return {torch::stable::new_empty(x, {0}), w.code ? w.code : kRefused};
   Tensor out = torch::stable::new_empty(x, {x.size(0), rows}, dtype);
-  if (x.size(0) == 0 || rows == 0) return out;
-  if (dtype == ScalarType::BFloat16) {
-    linear<BFloat16>(x, w, bias, out);
-  } else if (dtype == ScalarType::Half) {
-    linear<Half>(x, w, bias, out);
-  } else {
-    STD_TORCH_CHECK(dtype == ScalarType::Float, "fwanda_C: x must be bf16, fp16 or fp32");
-    linear<Float>(x, w, bias, out);
-  }
-  return out;
+  if (x.size(0) == 0 || rows == 0) return {out, 0};
+  if (dtype == ScalarType::BFloat16) return {out, linear<BFloat16>(x, w, bias, out)};
+  if (dtype == ScalarType::Half) return {out, linear<Half>(x, w, bias, out)};
+  if (dtype == ScalarType::Float) return {out, linear<Float>(x, w, bias, out)};
+  return {out, kRefused};
 }
 
 // `like` gives the dtype.
-Tensor unpack_weight(const Tensor& packed, const Tensor& like, int64_t rows, int64_t columns) {
+std::tuple<Tensor, int64_t> unpack_weight(const Tensor& packed, const Tensor& like, int64_t rows, int64_t columns) {
   const Packed w(packed, rows, columns);
+  if (w.code) return {torch::stable::new_empty(like, {0}), w.code};
   const ScalarType dtype = like.scalar_type();
   Tensor out = torch::stable::new_empty(like, {rows, columns}, dtype);
-  if (rows == 0 || columns == 0) return out;
-  if (dtype == ScalarType::Float) {
-    unpack<uint32_t>(w, out);
-  } else {
-    STD_TORCH_CHECK(
-        dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, "fwanda_C: the dtype must be bf16, fp16 or fp32");
-    unpack<uint16_t>(w, out);
-  }
-  return out;
+  if (rows == 0 || columns == 0) return {out, 0};
+  if (dtype == ScalarType::Float) return {out, unpack<uint32_t>(w, out)};
+  if (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half) return {out, unpack<uint16_t>(w, out)};
+  return {out, kRefused};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
-  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns) -> Tensor");
-  m.def("unpack_weight(Tensor packed, Tensor like, int rows, int columns) -> Tensor");
+  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns) -> (Tensor, int)");
+  m.def("unpack_weight(Tensor packed, Tensor like, int rows, int columns) -> (Tensor, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fwanda_C, CPU, m) {

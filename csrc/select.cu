@@ -89,11 +89,19 @@ __device__ __forceinline__ void row_topk(const Table<N>& table) {
   }
 }
 
+// A thread has 64 registers, and 32 of them hold keys. On sm_120, shared memory has no room for so many rows of fp32 that
+// 72 registers would cost a block, and spares spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMaxThreads = sizeof(WEIGHT::Bits) == 4 ? 896 : 1024;
+#else
+constexpr int kMaxThreads = 1024;
+#endif
+
 // Blocks of one launch take the same number of threads. Only barrier 0 is used: a barrier with its id in a register would
 // reserve all 16 barriers of a block, and then four blocks would fill an SM.
 #define KERNEL(NAME, MASK, N)                                                                           \
-  extern "C" __global__ void __launch_bounds__(1024) NAME(const __grid_constant__ Table<N> table) {     \
-    row_topk<WEIGHT, ROWS_ALIGNED, MASK>(table);                                                             \
+  extern "C" __global__ void __launch_bounds__(kMaxThreads) NAME(const __grid_constant__ Table<N> table) {  \
+    row_topk<WEIGHT, ROWS_ALIGNED, MASK>(table);                                                        \
   }
 
 KERNEL(row_topk_prune, false, 1)

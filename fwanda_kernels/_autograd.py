@@ -8,40 +8,69 @@ result. So is a change of a tensor with a tangent of forward-mode AD, and a floa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 _AFTER = torch._C._after_ADInplaceOrView_keyset
-below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+is_below = partial(torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.ADInplaceOrView)
 
 
 def register(library: torch.library.Library, overload: torch._ops.OpOverload) -> None:
     """Give an op that was just declared its kernels for autograd."""
     schema = overload._schema
-    name = schema.name.rpartition("::")[2]
-    changed = [
-        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
-    if changed:
-        library.impl(name, _changing(name, overload, changed), "ADInplaceOrView", with_keyset=True)
+    name = _name(schema)
+    if any(_is_changed(argument) for argument in schema.arguments):
+        library.impl(name, _changing(overload), "ADInplaceOrView", with_keyset=True)
     if schema.returns:
         library.impl(name, _without_derivative(name, overload), "Autograd")
 
 
-def _changing(name: str, overload: torch._ops.OpOverload, changed: list[tuple[int, str]]) -> Callable:
+def below(kernel: Callable) -> Callable:
+    """The kernel with autograd switched off for the ops that it calls."""
+
+    def switched_off(*args):
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return kernel(*args)
+
+    return switched_off
+
+
+def _changing(overload: torch._ops.OpOverload) -> Callable:
+    count_changes = counting_changes(overload._schema)
+
     def kernel(keyset, *args):
-        for i, argument in changed:
-            tensors = _tensors(args[i])
-            for tensor in tensors:
-                _refuse_change(name, argument, tensor)
-            if tensors:
-                torch.autograd.graph.increment_version(tensors)
-        with below_autograd():
-            return overload.redispatch(keyset & _AFTER, *args)
+        count_changes(args)
+        return overload.redispatch(keyset & _AFTER, *args)
 
     return kernel
+
+
+def counting_changes(schema: torch.FunctionSchema) -> Callable[[tuple], None]:
+    """A function of an op's arguments: it bumps the versions of those that the op changes, or refuses the change."""
+    name = _name(schema)
+    changed = [(i, argument.name) for i, argument in enumerate(schema.arguments) if _is_changed(argument)]
+
+    def count_changes(args: tuple) -> None:
+        tensors = []
+        for i, argument in changed:
+            for tensor in _tensors(args[i]):
+                _refuse_change(name, argument, tensor)
+                tensors.append(tensor)
+        if tensors:
+            torch.autograd.graph.increment_version(tensors)
+
+    return count_changes
+
+
+def _name(schema: torch.FunctionSchema) -> str:
+    return schema.name.rpartition("::")[2]
+
+
+def _is_changed(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _refuse_change(name: str, argument: str, tensor: Tensor) -> None:
@@ -52,9 +81,8 @@ def _refuse_change(name: str, argument: str, tensor: Tensor) -> None:
         )
     if forward_ad._current_level >= 0:
         _refuse_tangent(name, [tensor])
-    if not torch.is_grad_enabled():
-        return
-    if tensor.requires_grad or tensor._is_view() and tensor._base.requires_grad:
+    leads_to_grad = tensor.requires_grad or tensor._is_view() and tensor._base.requires_grad
+    if leads_to_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: {argument} requires grad, or is a view of a tensor that does, and this op has no derivative; "
             f"call it under torch.no_grad() or pass {argument}.detach()"

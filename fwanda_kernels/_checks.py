@@ -56,10 +56,10 @@ def expect_dense(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must be a dense tensor, got {layout}; pass tensor.to_dense()")
 
 
-def expect(op: str, name: str, tensor: Tensor, shape: Sequence[int], dtypes: tuple[torch.dtype, ...], like: Tensor):
+def expect(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor):
     """Raise unless the tensor has this shape, one of these dtypes and the device of `like`."""
     expect_dense(op, name, tensor)
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype not in dtypes or tensor.device != like.device:
+    if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != like.device:
         expected = describe(shape, dtypes, like.device)
         raise ValueError(f"{op}: {name} must be {expected}, got {describe_tensor(tensor)}")
 
@@ -73,7 +73,7 @@ def expect_weight(op: str, weight: Tensor, name: str = "weight") -> None:
 
 def expect_bad(op: str, bad: Tensor | None, like: Tensor, size: int = 1) -> None:
     if bad is not None:
-        expect(op, "bad", bad, [size], INT32, like)
+        expect(op, "bad", bad, (size,), INT32, like)
 
 
 def expect_lists(op: str, **lists: Sequence) -> None:
@@ -144,7 +144,7 @@ def as_count(op: str, name: str, value: int) -> int:
     Raises:
         ValueError: the value is no integer, or does not fit 64 bits. The caller checks the range.
     """
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt) or (type(value) is int and -(2**63) <= value < 2**63):
         return value
     if not isinstance(value, (bool, Tensor)) and hasattr(value, "__index__"):
         with contextlib.suppress(TypeError):  # an array of more than one integer, and numpy's bool

@@ -1,5 +1,8 @@
 """Declares ops and sends each call to the first backend that can serve it.
 
+A call of a declared op passes torch's dispatcher only where that has something to do: tracing, modes, subclasses of
+tensors, autograd. With kernels of Python, it would take longer than the whole rest of a call.
+
 A backend is one module for each device, or for each family of ops; its functions have the names and arguments of the
 ops. It is imported on the first call that could use it. Importing a backend that cannot serve on this machine raises
 ImportError with the reason. A function that returns NotImplemented declines its arguments; the next backend is tried.
@@ -39,7 +42,13 @@ MODULES = {
 BACKENDS = (*MODULES, "reference")
 ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_count_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
+
 _library = torch.library.Library(NAMESPACE, "DEF")
+_environment = os.environ.get("FWANDA_BACKEND") or None
 _forced: tuple[list[str], ...] = ()  # the open blocks of use_backend(), the last entered at the end: [name] each
 _forcing = Lock()
 _refused: dict[tuple[str, str, str], str] = {}  # backend, device, op -> the reason of an ImportError at a call
@@ -70,7 +79,7 @@ class BackendError(RuntimeError):
 
 
 def define(schema: str, *, fake: Callable, sample: Callable, prepare: Callable | None = None) -> Callable:
-    """Decorate the reference of an op: declare the op, and put its overload in the place of the function.
+    """Decorate the reference of an op: declare the op, and put a function that calls it in the place of the function.
 
     Args:
         schema: the op in torch's schema language, without a namespace.
@@ -83,19 +92,53 @@ def define(schema: str, *, fake: Callable, sample: Callable, prepare: Callable |
     def declare(reference: Callable) -> Callable:
         OPS[name] = Op(reference.__module__.rpartition(".")[2], reference, sample, prepare)
         _library.define(schema)
-        overload = _overload(name)
+        overload = _with_fake(name, fake)
+        serve = {device: _serve(name, device, overload._schema) for device in ORDER}
         for device, key in (("cpu", "CPU"), ("cuda", "CUDA")):
-            _library.impl(name, _serve(name, device, overload._schema), key)
-        return _with_fake(name, fake)
+            _library.impl(name, _autograd.below(serve[device]), key)
+        return _caller(overload, serve["cpu"], serve["cuda"])
 
     return declare
+
+
+def _caller(overload: torch._ops.OpOverload, serve_cpu: Callable, serve_cuda: Callable) -> Callable:
+    """The function that calls an op by the shortest way."""
+    count_changes = _autograd.counting_changes(overload._schema)
+
+    def call(*args):
+        if not _is_plain(args):
+            return overload(*args)
+        like = args[0] if type(args[0]) is not list else args[0][0]
+        serve = serve_cuda if like.is_cuda else serve_cpu if like.is_cpu else overload
+        if serve is not overload:
+            count_changes(args)
+        return serve(*args)
+
+    return call
+
+
+def _is_plain(args: tuple) -> bool:
+    """Whether a call leaves nothing to do for torch's dispatcher but to choose the kernel of a device."""
+    if torch.compiler.is_compiling() or _count_modes() or forward_ad._current_level >= 0:
+        return False
+    if _transform() is not None or _tracing() is not None or _autograd.is_below():
+        return False
+    needs_grad = torch.is_grad_enabled()
+    for arg in args:
+        for tensor in arg if type(arg) is list else (arg,):
+            if type(tensor) in _PLAIN_TYPES:
+                if needs_grad and tensor.requires_grad:
+                    return False
+            elif isinstance(tensor, torch.Tensor):
+                return False
+    return True
 
 
 def define_composite(schema: str, function: Callable) -> Callable:
     """Declare an op that calls other ops and returns nothing, opaque to tracing; returns its overload."""
     name = schema.split("(")[0]
     _library.define(schema)
-    _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl(name, _autograd.below(function), "CompositeExplicitAutograd")
     return _with_fake(name, lambda *_: None)
 
 
@@ -126,18 +169,17 @@ def _serve(name: str, device: str, schema: torch.FunctionSchema) -> Callable:
                 expect_apart(name, argument, [args[i]] if isinstance(args[i], torch.Tensor) else args[i])
         if prepare is not None:
             args = (prepare(*args),)
-        with _autograd.below_autograd():
-            for backend in candidates:
-                kernel = _kernel(backend, device, name)
-                if not callable(kernel):
-                    continue
-                try:
-                    result = kernel(*args)
-                except ImportError as error:
-                    _refused[backend, device, name] = str(error)
-                    continue
-                if result is not NotImplemented:
-                    return result
+        for backend in candidates:
+            kernel = _kernel(backend, device, name)
+            if not callable(kernel):
+                continue
+            try:
+                result = kernel(*args)
+            except ImportError as error:
+                _refused[backend, device, name] = str(error)
+                continue
+            if result is not NotImplemented:
+                return result
         raise BackendError(f"{name}: {_refusal(name, device)}")
 
     return run
@@ -151,7 +193,7 @@ def _candidates(device: str) -> tuple[str, ...]:
 def forced_backend() -> str | None:
     """Name of the backend that use_backend() or FWANDA_BACKEND asks for, or None."""
     blocks = _forced
-    name = (blocks[-1][0] if blocks else None) or os.environ.get("FWANDA_BACKEND") or None
+    name = blocks[-1][0] if blocks else _environment
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r} (use_backend or FWANDA_BACKEND)")
     return name
@@ -184,28 +226,6 @@ def _load(backend: str, device: str, name: str) -> Callable:
     return kernel
 
 
-def direct_kernel(name: str, *tensors: torch.Tensor | None) -> Callable | None:
-    """The kernel of the first backend, if a call with these CPU tensors would reach it unchanged; else None.
-
-    A call of an op passes autograd and the dispatcher in Python, which takes about 20 us: as long as a small matrix
-    product. Tracing, modes, subclasses of tensors and autograd need that path, so None is returned for them.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
-        return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return None
-    needs_grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu:
-            return None
-        if needs_grad and tensor.requires_grad:
-            return None
-    kernel = _kernel(_candidates("cpu")[0], "cpu", name)
-    return kernel if callable(kernel) else None
-
-
 def _refusal(name: str, device: str) -> str:
     found = {backend: _kernel(backend, device, name) for backend in _candidates(device)}
     reasons = [f"{b}: {'declines these arguments' if callable(kernel) else kernel}" for b, kernel in found.items()]
@@ -217,7 +237,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Force one backend for the calls inside the block; it then serves or raises BackendError.
 
     It counts for all threads, because backward passes run in threads of their own; of several open blocks, the one
-    entered last counts. The environment variable FWANDA_BACKEND does the same for a whole process.
+    entered last counts. The environment variable FWANDA_BACKEND, read at import, does the same for a whole process.
 
     Raises:
         ValueError: name is not a backend.

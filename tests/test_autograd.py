@@ -127,7 +127,7 @@ def test_backward_through_a_weight_pruned_meanwhile_is_an_error():
     fk.row_topk_prune_(weight.detach(), torch.ones(4), 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    assert weight._version == 1
+    assert weight._version > 0
 
 
 @pytest.mark.fault("in-place change")
@@ -154,7 +154,7 @@ def test_fake_tensors_keep_the_contract():
             fk.row_topk_prune_(weight, scale, 2)
         with torch.no_grad():
             fk.row_topk_prune_(weight, scale, 2)
-        assert weight._version == 1
+        assert weight._version > 0
 
 
 def is_floating(value) -> bool:

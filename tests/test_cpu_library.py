@@ -1,16 +1,20 @@
 """The C++ selections, bit for bit against a stable sort and the reference."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import fwanda_kernels as fk
 from fwanda_kernels._build import find_library
 
+ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = find_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="not built: python -m fwanda_kernels --build cpu")
 if LIBRARY:
     torch.ops.load_library(str(LIBRARY))
 ops = torch.ops.fwanda_C
+REFUSED, ALTERED = 8, 16  # csrc/bad.h
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PATTERNS = [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4), (0, 8), (3, 8), (4, 8), (8, 8), (0, 1), (1, 1), (1, 2), (1, 3)]
 PATTERNS += [(2, 3), (3, 5), (0, 16), (8, 16), (15, 16), (11, 32), (32, 32), (40, 100)]
@@ -161,7 +165,7 @@ def test_nm_bad_values_give_a_flag_and_leave_the_weights(n, m, dtype, transposed
             assert torch.equal(bits(view), bits(weight))
 
 
-def test_wrong_shapes_and_dtypes_raise():
+def test_wrong_shapes_and_dtypes_are_refused_by_a_code_and_throw_nothing():
     weight, scale, keep = torch.randn(4, 6), torch.ones(6), torch.zeros(4, dtype=torch.int64)
     for arguments in (
         (weight[0], scale, keep),
@@ -171,8 +175,7 @@ def test_wrong_shapes_and_dtypes_raise():
         (weight, scale, keep[1:]),
         (weight, scale, keep.int()),
     ):
-        with pytest.raises(RuntimeError, match="fwanda_C"):
-            ops.row_topk_mask(*arguments)
+        assert ops.row_topk_mask(*arguments)[1] == REFUSED == ops.row_topk_prune_(*arguments)
     for arguments in (
         (weight[0], scale, 1, 2),
         (weight.double(), scale, 1, 2),
@@ -183,9 +186,34 @@ def test_wrong_shapes_and_dtypes_raise():
         (weight, scale, -1, 2),
         (weight, scale, 0, 0),
     ):
-        for op in (ops.nm_mask, ops.nm_prune_):
-            with pytest.raises(RuntimeError, match="fwanda_C"):
-                op(*arguments)
+        assert ops.nm_mask(*arguments)[1] == REFUSED == ops.nm_prune_(*arguments)
+    packed, x = fk.pack_weight(weight), torch.ones(2, 6)
+    for arguments in (
+        (x[0], packed, None, 4, 6),
+        (x.double(), packed, None, 4, 6),
+        (x, packed.float(), None, 4, 6),
+        (x, packed[None], None, 4, 6),
+        (x, packed, torch.ones(3), 4, 6),
+        (x, packed, None, -1, 6),
+        (x[:, ::2], packed, None, 4, 3),
+        (torch.ones(17, 6), packed, None, 4, 6),
+    ):
+        assert ops.packed_linear(*arguments)[1] == REFUSED, arguments
+    assert ops.packed_linear(x, packed, None, 64, 6)[1] == ALTERED == ops.unpack_weight(packed, x, 64, 6)[1]
+    assert ops.unpack_weight(packed, x.double(), 4, 6)[1] == REFUSED
+    assert torch.equal(ops.unpack_weight(packed, x, 4, 6)[0], weight)
+
+
+def test_what_the_library_refuses_is_an_error_in_python():
+    weight, bad = torch.ones(2, 6), torch.zeros(1, dtype=torch.int32)
+    with fk.use_backend("native"), pytest.raises(RuntimeError, match="nm_prune_: the C.. library does not take"):
+        torch.ops.fwanda.nm_prune_(weight, torch.ones(6), 2, 4, bad)
+    assert weight.eq(1).all() and bad == 0
+
+
+def test_the_library_has_no_code_that_throws_its_own_exceptions():
+    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc").glob("*.cpp")))
+    assert sources and not any(word in sources for word in ("throw ", "TORCH_CHECK", "Exception.h"))
 
 
 def test_result_does_not_depend_on_threads():

@@ -284,6 +284,16 @@ def test_more_than_48_kb_of_shared_memory_are_asked_for_once_for_each_size(cuda,
     ]
 
 
+@pytest.mark.fault("no CUDA kernels")
+def test_a_launch_with_more_shared_memory_than_the_card_has_is_refused_before_any_other(cuda, device, library):
+    library.fake_current(1003)
+    with pytest.raises(
+        ImportError, match="n_of_4_mask needs 232449 bytes of shared memory in a block, this card has 23"
+    ):
+        device.run([step(cuda), step(cuda, "n_of_4_mask", shared=232449)], 0)
+    assert not any(line.startswith("launch") for line in log(library))
+
+
 def test_an_early_launch_has_the_attribute_of_programmatic_launches(cuda, device, library):
     library.fake_current(1003)
     device.run([step(cuda, early=True, blocks_y=4, shared=16)], 9)

@@ -21,8 +21,10 @@ except compiling["CompileError"] as error:
     pytestmark = pytest.mark.skip(reason=str(error))
 
 MODULES = compiling["MODULES"]
-# Bytes that a thread of these kernels spills at most, on some architecture; all others spill none.
-SPILLS = {"row_topk": 56, "compress_24": 8, "threshold_next": 24, "obs_walk": 24}
+# Bytes that a thread of these kernels spills at most, on some architecture and with some NVRTC; all others spill none.
+# Not for bf16 rows on Hopper and data-center Blackwell. Elsewhere it is at most 4 of the 210 instructions of a round of
+# row selection (unaligned or fp32), and 0.5 % of the loops of the others.
+SPILLS = {"row_topk": 56, "compress_24": 8, "threshold_next": 24, "threshold_last": 8, "obs_walk": 24}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,13 @@ def backend():
 def test_nvrtc_compiles_every_module_for_every_architecture(module, arch, tmp_path):
     used = resources(NVRTC.compile(*module, arch).code, tmp_path)
     assert used
+    family, variant = module
     for kernel, usage in used.items():
         allowed = max([size for name, size in SPILLS.items() if kernel.startswith(name)], default=0)
-        most = 64 if kernel.startswith("row_topk") else 168  # row selection runs up to 1,024 threads in a block
+        if module == ("select", "bf16") and arch < 120:
+            allowed = 0
+        # row selection runs up to 1,024 threads in a block, or 896 with fp32 on sm_120
+        most = 168 if family != "select" else 72 if variant.startswith("fp32") and arch == 120 else 64
         assert usage["REG"] <= most and usage["LOCAL"] == 0 and usage["STACK"] <= allowed, (kernel, usage)
 
 
@@ -98,6 +104,7 @@ def test_structs_and_constants_of_row_selection_are_those_of_the_kernel(backend)
     claims = [f"list_bytes({t}) == {select.list_bytes(t)}" for t in range(32, 1025, 32)]
     claims += [f"kMaxMatrices == {select.MAX_MATRICES}", f"kColsPerWarp == {select.COLUMNS_PER_WARP}"]
     claims += ["sizeof(Table<2>) == 8 + 2 * sizeof(Entry)", "kMaxCols == 65535"]
+    claims += [f"sizeof(Shared) + list_bytes(1024) <= {select.BESIDE_ROW}"]
     expect("select", *claims)
     expect_layouts("select", select.ENTRY)
 
@@ -176,10 +183,10 @@ def plans(backend) -> dict[str, list]:
     values, meta = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.int16)
     select, stats, sparse24 = backend.select, backend.stats, backend.sparse24
     return {
-        "mask": select.plan_mask(weight, scales[0], keeps[0], bad, mask),
-        "prune": select.plan_prune(weights[:1], scales[:1], keeps[:1], bad),
-        "prune list": select.plan_prune(weights, scales, keeps, bad),
-        "prune unaligned": select.plan_prune([narrow], [scales[0][1:253]], [keeps[0]], bad),
+        "mask": select.plan_one(weight, scales[0], keeps[0], bad, mask),
+        "prune": select.plan_one(weight, scales[0], keeps[0], bad, None),
+        "prune list": select.plan_list(weights, scales, keeps, bad),
+        "prune unaligned": select.plan_one(narrow, scales[0][1:253], keeps[0], bad, None),
         "sums": stats.plan(accs[:1], [weight], None, scratch),
         "masked sums": stats.plan(accs, [weight, narrow], tokens, scratch),
         "keep": sparse24.plan_keep(weight, scales[0], 2, bad, None),
@@ -240,7 +247,7 @@ def test_a_list_of_rows_takes_a_launch_for_each_number_of_threads(backend):
     weights = [make_weight(r, c, torch.bfloat16) for r, c in ((3, 64), (2, 5000), (4, 2048), (1, 2056), (0, 64))]
     scales, keeps = [make_scale(w.shape[1]) for w in weights], [make_keep(*w.shape) for w in weights]
     bad = torch.zeros(5, dtype=torch.int32)
-    wide, middle, narrow = select.plan_prune(weights, scales, keeps, bad)
+    wide, middle, narrow = select.plan_list(weights, scales, keeps, bad)
     assert (wide.kernel, wide.blocks, wide.threads, wide.shared) == ("row_topk_prune", 2, 96, 512 + 10000)
     assert (middle.kernel, middle.blocks, middle.threads) == ("row_topk_prune", 1, 64)
     assert (narrow.kernel, narrow.blocks, narrow.threads) == ("row_topk_prune_list", 7, 32)
@@ -255,7 +262,7 @@ def test_a_list_of_rows_takes_a_launch_for_each_number_of_threads(backend):
 def test_more_matrices_than_a_table_holds_take_several_launches(backend):
     weight, scale = make_weight(2, 32, torch.float16), make_scale(32)
     keep, bad = make_keep(2, 32), torch.zeros(500, dtype=torch.int32)
-    first, second = backend.select.plan_prune([weight] * 500, [scale] * 500, [keep] * 500, bad)
+    first, second = backend.select.plan_list([weight] * 500, [scale] * 500, [keep] * 500, bad)
     assert (first.blocks, second.blocks) == (896, 104)
     assert entries(backend.select.ENTRY, second.parameters[0], 1)[0]["first_row"] == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fwanda_kernels as fk
 from fwanda_kernels import describe
@@ -65,25 +66,67 @@ def test_unknown_backend_lists_the_names_and_is_not_forced():
     assert call().sum() == 4
 
 
-@without_interpreter
-def test_environment_forces_a_backend(monkeypatch):
-    monkeypatch.setenv("FWANDA_BACKEND", "triton")
-    with pytest.raises(fk.BackendError):
+def test_environment_forces_a_backend_unless_a_block_does():
+    code = """
+def kept():
+    return int(fk.row_topk_mask(torch.ones(2, 4), torch.ones(4), 2).sum())
+try:
+    kept()
+except fk.BackendError as error:
+    print(error)
+with fk.use_backend("reference"):
+    print(kept())
+print("forced: triton" in fk.describe())
+"""
+    refusal, *rest = run_alone(code, FWANDA_BACKEND="triton", TRITON_INTERPRET="0").splitlines()
+    assert refusal.startswith("row_topk_mask: no backend serves this call on cpu (triton: ") and rest == ["4", "True"]
+
+
+def test_invalid_environment_lists_the_names():
+    code = """
+try:
+    fk.row_topk_mask(torch.ones(2, 4), torch.ones(4), 2)
+except ValueError as error:
+    print(error)
+"""
+    (line,) = run_alone(code, FWANDA_BACKEND="metal").splitlines()
+    assert "'metal'" in line and "FWANDA_BACKEND" in line and all(name in line for name in BACKENDS)
+
+
+# the way of a call
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def profiled(call) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
-    assert "forced: triton" in describe()
+    return {event.name for event in profile.events()}
 
 
-def test_invalid_environment_lists_the_names(monkeypatch):
-    monkeypatch.setenv("FWANDA_BACKEND", "metal")
-    with pytest.raises(ValueError, match="reference") as error:
-        call()
-    assert "FWANDA_BACKEND" in str(error.value) and "\n" not in str(error.value)
+def test_a_call_passes_the_dispatcher_only_where_that_is_needed():
+    weight = torch.ones(2, 4)
+    assert "fwanda::nm_mask" not in profiled(lambda: fk.nm_mask(weight, SCALE, 2, 4))
+    assert "fwanda::nm_mask" in profiled(lambda: torch.ops.fwanda.nm_mask(weight, SCALE, 2, 4, None))
+    assert "fwanda::nm_mask" in profiled(lambda: fk.nm_mask(weight.clone().requires_grad_(), SCALE, 2, 4))
+    with torch.no_grad():
+        assert "fwanda::nm_mask" not in profiled(lambda: fk.nm_mask(torch.nn.Parameter(weight), SCALE, 2, 4))
+    with Seen() as seen:
+        fk.nm_mask(weight, SCALE, 2, 4)
+    assert seen.names[0] == "fwanda::nm_mask"
 
 
-def test_use_backend_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("FWANDA_BACKEND", "metal")
-    with fk.use_backend("reference"):
-        assert call().sum() == 4
+def test_a_call_on_a_device_without_kernels_gives_the_shape():
+    mask = fk.nm_mask(WEIGHT.to("meta"), SCALE.to("meta"), 2, 4)
+    assert mask.device.type == "meta" and mask.shape == WEIGHT.shape and mask.dtype == torch.bool
 
 
 # refusals and failures

@@ -14,14 +14,14 @@ import torch
 from .._build import find_library
 
 
-def load_library(symbols: tuple[str, ...]) -> None:
+def load_library(*schemas: str) -> None:
     """Load the compiled library for CPUs into `torch.ops.fwanda_C`. Nothing is compiled here.
 
     Args:
-        symbols: the ops of `torch.ops.fwanda_C` that the caller needs.
+        schemas: those of the ops of `torch.ops.fwanda_C` that the caller needs, without a namespace.
 
     Raises:
-        ImportError: the library is not built, cannot be loaded, or lacks a symbol; the message says what to do.
+        ImportError: the library is not built, cannot be loaded, or lacks an op; the message says what to do.
     """
     path = find_library()
     if path is None:
@@ -30,5 +30,10 @@ def load_library(symbols: tuple[str, ...]) -> None:
         torch.ops.load_library(path)
     except OSError as error:
         raise ImportError(f"{path.name} cannot be loaded: {error}") from error
-    if not all(hasattr(torch.ops.fwanda_C, symbol) for symbol in symbols):
+    if any(_schema_of(schema.partition("(")[0]) != f"fwanda_C::{schema}" for schema in schemas):
         raise ImportError(f"{path.name} is of another version; run python -m fwanda_kernels --build cpu")
+
+
+def _schema_of(name: str) -> str | None:
+    packet = getattr(torch.ops.fwanda_C, name, None)
+    return packet and str(packet.default._schema)

@@ -9,19 +9,27 @@ from torch.nn.functional import linear
 from .._checks import report_bad
 from . import load_library
 
-load_library(("row_topk_mask", "row_topk_prune_", "nm_mask", "nm_prune_", "packed_linear", "unpack_weight"))
+load_library(
+    "row_topk_mask(Tensor weight, Tensor scale, Tensor keep) -> (Tensor, int)",
+    "row_topk_prune_(Tensor(a!) weight, Tensor scale, Tensor keep) -> int",
+    "nm_mask(Tensor weight, Tensor scale, int n, int m) -> (Tensor, int)",
+    "nm_prune_(Tensor(a!) weight, Tensor scale, int n, int m) -> int",
+    "packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns) -> (Tensor, int)",
+    "unpack_weight(Tensor packed, Tensor like, int rows, int columns) -> (Tensor, int)",
+)
 _C = torch.ops.fwanda_C
 _MOST_TOKENS = 16  # more are faster with the dense weight
+_REFUSED = 8  # csrc/bad.h
 
 
 def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
     mask, code = _C.row_topk_mask(weight, scale, keep)
-    report_bad("row_topk_mask", code, bad)
+    _report("row_topk_mask", code, bad)
     return mask
 
 
 def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
-    report_bad("row_topk_prune_", _C.row_topk_prune_(weight, scale, keep), bad)
+    _report("row_topk_prune_", _C.row_topk_prune_(weight, scale, keep), bad)
 
 
 def foreach_row_topk_prune_(
@@ -29,22 +37,22 @@ def foreach_row_topk_prune_(
 ) -> None:
     for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
         code = _C.row_topk_prune_(weight, scale, keep)
-        report_bad(f"foreach_row_topk_prune_ at index {i}", code, None if bad is None else bad[i : i + 1])
+        _report(f"foreach_row_topk_prune_ at index {i}", code, None if bad is None else bad[i : i + 1])
 
 
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
     mask, code = _C.nm_mask(weight, scale, n, m)
-    report_bad("nm_mask", code, bad)
+    _report("nm_mask", code, bad)
     return mask
 
 
 def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
-    report_bad("nm_prune_", _C.nm_prune_(weight, scale, n, m), bad)
+    _report("nm_prune_", _C.nm_prune_(weight, scale, n, m), bad)
 
 
 def unpack_weight(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     like = torch.empty(0, dtype=dtype, device=packed.device)
-    return _C.unpack_weight(packed.contiguous(), like, rows, columns)
+    return _whole("unpack_weight", *_C.unpack_weight(packed.contiguous(), like, rows, columns))
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, columns: int) -> Tensor:
@@ -53,4 +61,25 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
     if len(x) > _MOST_TOKENS:
         return linear(x, unpack_weight(packed, rows, columns, x.dtype), bias)
     bias = None if bias is None else bias.contiguous()
-    return _C.packed_linear.default(x.contiguous(), packed.contiguous(), bias, rows, columns)
+    return _whole("packed_linear", *_C.packed_linear.default(x.contiguous(), packed.contiguous(), bias, rows, columns))
+
+
+def _report(op: str, code: int, bad: Tensor | None) -> None:
+    """Report a selection's code as report_bad() does, or raise RuntimeError."""
+    _expect_taken(op, code)
+    report_bad(op, code, bad)
+
+
+def _whole(op: str, result: Tensor, code: int) -> Tensor:
+    """The result of a packed weight, or RuntimeError."""
+    _expect_taken(op, code)
+    if code:
+        raise RuntimeError(f"{op}: packed has been altered: its bits do not fit its offsets; see check_packed()")
+    return result
+
+
+def _expect_taken(op: str, code: int) -> None:
+    if code == _REFUSED:
+        raise RuntimeError(
+            f"{op}: the C++ library does not take these shapes or dtypes; call it through fwanda_kernels"
+        )

@@ -296,7 +296,7 @@ def obs_prune_(
         checks.expect_sparsity(op, sparsity)
         sparsity = str(sparsity)
     if keep is not None:
-        checks.expect(op, "keep", keep, [rows], INT64, weight)
+        checks.expect(op, "keep", keep, (rows,), INT64, weight)
     if mask is not None:
         checks.expect(op, "mask", mask, (rows, cols), BOOL, weight)
     if pattern is not None:
@@ -304,7 +304,7 @@ def obs_prune_(
             raise ValueError(f"{op}: pattern must be two integers (n, m), keep n of m, got {pattern!r}")
         pattern = list(checks.expect_pattern(op, *pattern))
     if row_weight is not None:
-        checks.expect(op, "row_weight", row_weight, [rows], FP32, weight)
+        checks.expect(op, "row_weight", row_weight, (rows,), FP32, weight)
     block = checks.as_count(op, "block", block)
     checks.expect_number(op, "damping", damping, "> 0")
     if block < 1 or not damping > 0:

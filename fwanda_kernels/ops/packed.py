@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from .. import _checks as checks
 from .._checks import BOOL
-from .._dispatch import define, direct_kernel
+from .._dispatch import define
 
 VERSION = 1
 TILE_ROWS, CHUNK_COLUMNS, PAIR_COLUMNS, LANES = 16, 256, 64, 32
@@ -221,11 +221,7 @@ def packed_linear(
     ):
         checks.expect(op, "bias", bias, (rows,), (x.dtype,), x)
     tokens = x.flatten(0, -2)
-    kernel = direct_kernel(op, tokens, packed, bias)
-    out = NotImplemented if kernel is None else kernel(tokens, packed, bias, rows, columns)
-    if out is NotImplemented:
-        out = _packed_linear(tokens, packed, bias, rows, columns)
-    return out.view(*x.shape[:-1], rows)
+    return _packed_linear(tokens, packed, bias, rows, columns).view(*x.shape[:-1], rows)
 
 
 def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHeader:

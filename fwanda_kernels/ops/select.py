@@ -97,14 +97,14 @@ def _check_selection(op: str, weight: Tensor, scale: Tensor, keep: int | Tensor,
     """Check the arguments; returns keep as [R] int64."""
     checks.expect_weight(op, weight)
     rows, cols = weight.shape
-    checks.expect(op, "scale", scale, [cols], FP32, weight)
+    checks.expect(op, "scale", scale, (cols,), FP32, weight)
     checks.expect_bad(op, bad, weight)
     if not isinstance(keep, Tensor):
         keep = checks.as_count(op, "keep", keep)
         if not 0 <= keep <= cols:
             raise ValueError(f"{op}: keep must be in [0, C]=[0, {cols}], got {keep}")
         return torch.full((rows,), keep, dtype=torch.int64, device=weight.device)
-    checks.expect(op, "keep", keep, [rows], INT64, weight)
+    checks.expect(op, "keep", keep, (rows,), INT64, weight)
     return keep
 
 

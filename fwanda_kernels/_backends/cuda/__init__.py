@@ -38,8 +38,8 @@ def _serves_device(index: int) -> bool:
 
 def dense_rows(matrix: Tensor) -> bool:
     """Whether the card can run the kernels, and the matrix is not empty and has a column stride of 1."""
-    rows, cols = matrix.shape
-    return serves(matrix) and 0 < rows <= MAX_SIZE and 0 < cols <= MAX_SIZE and (matrix.stride(1) == 1 or cols == 1)
+    (rows, cols), (_, col_stride) = matrix.shape, matrix.stride()
+    return serves(matrix) and 0 < rows <= MAX_SIZE and 0 < cols <= MAX_SIZE and (col_stride == 1 or cols == 1)
 
 
 def aligned(address: int, row_stride: int, cols: int, itemsize: int) -> bool:
@@ -47,6 +47,7 @@ def aligned(address: int, row_stride: int, cols: int, itemsize: int) -> bool:
     return not (address | row_stride * itemsize | cols * itemsize) % 16
 
 
+@cache
 def variant(dtype: torch.dtype, in_vectors: bool) -> str:
     """The variant of a module for weights of a dtype."""
     return DTYPES[dtype] if in_vectors else f"{DTYPES[dtype]}-unaligned"
@@ -55,6 +56,11 @@ def variant(dtype: torch.dtype, in_vectors: bool) -> str:
 def multiprocessors(tensor: Tensor) -> int:
     """How many the card of a tensor has."""
     return _device(tensor.get_device()).multiprocessors
+
+
+def shared_bytes(tensor: Tensor) -> int:
+    """Bytes of shared memory that a block of the card of a tensor may have."""
+    return _device(tensor.get_device()).shared_bytes
 
 
 def run(like: Tensor, steps: Sequence[Launch | Zero]) -> None:

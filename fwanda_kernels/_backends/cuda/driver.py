@@ -16,7 +16,7 @@ from typing import NamedTuple
 OLDEST_DRIVER = 12010  # CUDA 12.1, driver 530: kernel arguments of more than 4 KB
 _MAX_SHARED = 48 * 1024  # bytes of dynamic shared memory that a kernel may have without asking
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
+_MULTIPROCESSORS, _MAJOR, _MINOR, _MOST_SHARED = 16, 75, 76, 97  # CUdevice_attribute
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -110,12 +110,14 @@ class Device:
     Attributes:
         capability: (major, minor).
         multiprocessors: how many the card has.
+        shared_bytes: of dynamic shared memory that a block may have.
     """
 
     def __init__(self, index: int, find_code: Callable[[tuple[str, str], tuple[int, int]], bytes]):
         self.index, self._find_code = index, find_code
         self.capability = capability(index)
         self.multiprocessors = _attribute(_MULTIPROCESSORS, index)
+        self.shared_bytes = _attribute(_MOST_SHARED, index)
         context = c_void_p()
         call("cuDevicePrimaryCtxRetain", byref(context), index)
         self._context = context.value
@@ -128,7 +130,8 @@ class Device:
         """Queue the steps on a stream, in order. All kernels are loaded before the first is launched.
 
         Raises:
-            ImportError: a kernel cannot be compiled or loaded here; nothing was queued.
+            ImportError: a kernel cannot be loaded or compiled, or wants more shared memory than there is; nothing was
+                queued.
             DriverError: a launch failed.
         """
         current = c_void_p()
@@ -146,11 +149,15 @@ class Device:
     def _run(self, steps: Sequence[Launch | Zero], stream: int) -> None:
         known = self._functions
         for step in steps:
-            if type(step) is Launch and (step.module, step.kernel) not in known:
-                self._load(step.module, step.kernel)
+            if type(step) is Launch:
+                if step[:2] not in known:
+                    self._load(step.module, step.kernel)
+                if step.shared > self.shared_bytes:
+                    needs = f"{step.kernel} needs {step.shared} bytes of shared memory in a block"
+                    raise ImportError(f"{needs}, this card has {self.shared_bytes}")
         for step in steps:
             if type(step) is Launch:
-                self._launch(known[step.module, step.kernel], step, stream)
+                self._launch(known[step[:2]], step, stream)
             else:
                 call("cuMemsetD8Async", step.address, 0, step.size, stream)
 

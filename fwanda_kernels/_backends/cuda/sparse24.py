@@ -26,7 +26,7 @@ def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -
     if m != 4 or not dense_rows(weight):
         return NotImplemented
     scale, flag = scale.contiguous(), new_flag(weight) if bad is None else bad
-    mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
+    mask = torch.empty_like(weight, dtype=torch.bool, memory_format=torch.contiguous_format)
     run(weight, plan_keep(weight, scale, n, flag, mask))
     if bad is None:
         raise_if_bad("nm_mask", flag)
@@ -78,7 +78,7 @@ def plan_compress(weight: Tensor, scale: Tensor, bad: Tensor, values: Tensor, me
 
 def _argument(weight: Tensor, scale: Tensor, bad: Tensor) -> tuple[tuple[str, str], bytes]:
     """The module that fits the weight, and its first parameter."""
-    (rows, cols), row_stride = weight.shape, weight.stride(0)
+    (rows, cols), (row_stride, _) = weight.shape, weight.stride()
     address, scales = weight.data_ptr(), scale.data_ptr()
     in_vectors = aligned(address | scales, row_stride, cols, ITEMSIZE[weight.dtype])
     packed = WEIGHT.pack(address, scales, bad.data_ptr(), row_stride, rows, cols)

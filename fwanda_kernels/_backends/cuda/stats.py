@@ -68,11 +68,11 @@ def _table(accs: list[Tensor], xs: list[Tensor], place: int, single: bool) -> tu
     """The table of a launch, the blocks of both kernels, and where its partial sums end."""
     parts, blocks, finish = [COUNT.pack(len(xs))], 0, 0
     for acc, x in zip(accs, xs, strict=True):
-        (tokens, cols), stride, slabs, address = x.shape, x.stride(0), _slabs(x), x.data_ptr()
+        (tokens, cols), (stride, _), slabs, address = x.shape, x.stride(), _slabs(x), x.data_ptr()
         code, in_vectors = DTYPE_CODES[x.dtype], aligned(address, stride, cols, ITEMSIZE[x.dtype])
         parts.append(
             ENTRY.pack(
-                address, acc.data_ptr(), stride, acc.stride(0), tokens, cols, code,
+                address, acc.data_ptr(), stride, acc.stride()[0], tokens, cols, code,
                 place, blocks, finish, slabs, in_vectors,
             )
         )  # fmt: skip

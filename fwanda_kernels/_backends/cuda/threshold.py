@@ -173,7 +173,7 @@ def _groups(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
     groups: list[Group] = []
     element = row = 0
     for weight, row_scale, col_scale in zip(weights, row_scales, col_scales, strict=True):
-        (rows, cols), row_stride, address = weight.shape, weight.stride(0), weight.data_ptr()
+        (rows, cols), (row_stride, _), address = weight.shape, weight.stride(), weight.data_ptr()
         itemsize = ITEMSIZE[weight.dtype]
         module = ("threshold", variant(weight.dtype, aligned(address, row_stride, cols, itemsize)))
         group = next((g for g in groups if g.module == module and len(g.entries) < MAX_MATRICES), None)

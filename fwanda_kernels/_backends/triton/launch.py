@@ -78,7 +78,7 @@ def find(starts, count, BLOCK_L: tl.constexpr):
 
 def table_of(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
     """Table [fields, L] int64 for one launch over L tensors, on the device of `like`, from an entry for each tensor."""
-    stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+    stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
     return _table(tuple(entries), like.device, stream)
 
 
