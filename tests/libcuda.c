@@ -44,7 +44,7 @@ int cuDriverGetVersion(int *version) { return *version = environment("FAKE_DRIVE
 int cuDeviceGetCount(int *count) { return *count = 1, 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   int arch = environment("FAKE_ARCH", 90);
-  *value = attribute == 75 ? arch / 10 : attribute == 76 ? arch % 10 : 132;
+  *value = attribute == 75 ? arch / 10 : attribute == 76 ? arch % 10 : attribute == 97 ? 232448 : 132;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(handle *context, int device) { return *context = (handle)(size_t)(1000 + device), 0; }

@@ -57,6 +57,11 @@ def multiprocessors(tensor: Tensor) -> int:
     return _device(tensor.get_device()).multiprocessors
 
 
+def shared_bytes(tensor: Tensor) -> int:
+    """Bytes of shared memory that a block of the card of a tensor may have."""
+    return _device(tensor.get_device()).shared_bytes
+
+
 def run(like: Tensor, steps: Sequence[Launch | Zero]) -> None:
     """Queue steps on the current stream of a tensor's device.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 OLDEST_DRIVER = 12010  # CUDA 12.1, driver 530: kernel arguments of more than 4 KB
 _MAX_SHARED = 48 * 1024  # bytes of dynamic shared memory that a kernel may have without asking
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
+_MULTIPROCESSORS, _MAJOR, _MINOR, _MOST_SHARED = 16, 75, 76, 97  # CUdevice_attribute
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -110,12 +110,14 @@ class Device:
     Attributes:
         capability: (major, minor).
         multiprocessors: how many the card has.
+        shared_bytes: of dynamic shared memory that a block may have.
     """
 
     def __init__(self, index: int, find_code: Callable[[tuple[str, str], tuple[int, int]], bytes]):
         self.index, self._find_code = index, find_code
         self.capability = capability(index)
         self.multiprocessors = _attribute(_MULTIPROCESSORS, index)
+        self.shared_bytes = _attribute(_MOST_SHARED, index)
         context = c_void_p()
         call("cuDevicePrimaryCtxRetain", byref(context), index)
         self._context = context.value
