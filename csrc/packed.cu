@@ -1,6 +1,6 @@
 // Packed weights: a linear layer of up to 16 tokens, and unpacking. docs/packed.md has the layout.
 //
-// Memory: the packed bytes are read once, by bulk copies into a buffer of each warp, in which several chunks follow each other. A
+// Memory: the packed bytes are read once, by bulk copies into a buffer of each warp, which holds two chunks if they fit. A
 // cluster of blocks owns some tiles of 16 rows, and each of its blocks a range of their columns. The chunks of a block, tile after
 // tile, are divided evenly among its warps. Sums of warps, then of blocks, are added up at the end in a fixed order; so
 // the bits of a result depend on the shape and on the division, which the host chooses.
@@ -13,9 +13,8 @@
 
 namespace fwanda {
 
-constexpr int kHeader = 64, kTileRows = 16, kChunkColumns = 256, kLargestChunk = 512 + 2 * kTileRows * kChunkColumns;
-constexpr int kInFlight = 4;     // chunks that the buffer of a warp may hold
-constexpr int kTail = 32;        // further words of a lane that are moved at most
+constexpr int kHeader = 64, kTileRows = 16, kChunkColumns = 256;
+constexpr int kTail = 24;        // further words of a lane that are moved at most
 constexpr int kSlack = 12 * 128;  // bytes that a chunk may grow by that
 constexpr int kTokens = 8;       // columns of a fragment
 constexpr int kMaxWarps = 32;
@@ -33,7 +32,7 @@ struct PackedLinear {
 // Shared memory: this struct, the sums, the buffers of the warps, and 512 bytes that loads may run over.
 struct Shared {
   uint2 table[16];  // entry_of(); all 16 lie in different banks
-  uint64_t copied[kMaxWarps][kInFlight];
+  uint64_t copied[kMaxWarps][2];  // barriers
 };
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
@@ -75,8 +74,7 @@ struct Lane {
     const int l = lane();
     int count = 0;
 #pragma unroll
-    for (int p = 0; p < kChunkColumns / 64; p++)
-      if (p < pairs) count += __popc(shared_words()[chunk + 32 * p + l]);
+    for (int p = 0; p < kChunkColumns / 64; p++) count += p < pairs ? __popc(shared_words()[chunk + 32 * p + l]) : 0;
     words = count >> 1, odd = count & 1;
     common = int(__reduce_min_sync(~0u, unsigned(words)));
     const int own = words - common | int(odd) << 16;
@@ -107,41 +105,54 @@ struct Lane {
   }
 
   // Move the further words, and the last value, so that word w of lane l stands at values + 32 w + l; rows are filled up with
-  // anything. The chunk ends before `end`. Returns false, and moves nothing, if there is no room.
+  // anything. The room of the chunk ends at `end`. Returns false, and moves nothing, if it is too small.
   __device__ bool move(int end) const {
-    if (rows - common > kTail || values + 32 * rows > end) return false;
+    constexpr int kGroup = 4;
+    const int tail = rows - common;
+    if (tail > kTail || values + 32 * (common + (tail + kGroup - 1) / kGroup * kGroup) > end) return false;
     uint32_t moved[kTail];
     const uint32_t value = last_value();
     uint32_t* const to = shared_words() + values + 32 * common + lane();
 #pragma unroll
-    for (int i = 0; i < kTail; i += 4)
-      if (common + i < rows)
+    for (int i = 0; i < kTail; i += kGroup)
+      if (i < tail)
 #pragma unroll
-        for (int k = i; k < i + 4; k++) moved[k] = shared_words()[further + k];
+        for (int k = i; k < i + kGroup; k++) moved[k] = shared_words()[further + k];
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kTail; i += 4)
-      if (common + i < rows)
+    for (int i = 0; i < kTail; i += kGroup)
+      if (i < tail)
 #pragma unroll
-        for (int k = i; k < i + 4; k++) 
-          if (k % 4 == 0 || common + k < rows) to[32 * k] = moved[k];
+        for (int k = i; k < i + kGroup; k++) to[32 * k] = moved[k];
     if (odd) to[32 * (words - common)] = value;
     return true;
   }
 };
 
+// What all steps of a chunk need, in registers.
+struct Cursor {
+  uint32_t table, lane;  // shared address of the table
+
+  __device__ Cursor() : table(shared_address(shared().table)), lane(lane_register()) {}
+};
+
 // Weights of 32 columns: part[0..3] is a fragment of columns 8 t to 8 t + 3 of rows g and g + 8, part[4..7] of the next four.
-// table: shared address of the table. next: 16 times the number of values before these, plus a quarter of the shared address of
+// next: 16 times the number of values before these, plus a quarter of the shared address of
 // the first word of lane 0, which is a multiple of 128.
 template <bool MOVED>
-__device__ inline void decode(const Lane& own, uint32_t table, uint32_t bits, uint32_t& next, uint32_t (&part)[8]) {
+__device__ inline void decode(const Lane& own, const Cursor& at, uint32_t bits, uint32_t& next, uint32_t (&part)[8]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // four columns of row g, four more, then those of row g + 8
-    const uint2 entry = load_two_words((j ? bits >> (4 * j - 3) : bits << 3) & 0x78 | table);
-    const uint32_t from = 4 * (next & ~31u | lane());
+    const uint2 entry = load_two_words((j ? bits >> (4 * j - 3) : bits << 3) & 0x78 | at.table);
+    const uint32_t from = 4 * (next & ~31u | at.lane);
     uint32_t words[3];
+    if constexpr (MOVED) {
+      words[0] = load_word(from), words[1] = load_word(from + 128);
+      words[2] = load_word_if(from + 256, int(entry.y));  // only four values can reach so far
+    } else {
 #pragma unroll
-    for (int i = 0; i < 3; i++) words[i] = MOVED ? load_word(from + 128 * i) : own.word((next - own.address() / 4) / 32 + i);
+      for (int i = 0; i < 3; i++) words[i] = own.word((next - own.address() / 4) / 32 + i);
+    }
     const uint32_t low = __funnelshift_r(words[0], words[1], next);
     const uint32_t high = __funnelshift_r(words[1], words[2], next) & (entry.y | 0xffff);
     const int first = 4 * (j & 1) + (j >> 1);
@@ -177,93 +188,118 @@ struct Area {
 };
 
 // Copies the chunks of this warp to shared memory and calls use(number in the area, place of its first word, end of its room) on
-// each, in order. One warp does that; its buffer begins at a multiple of 128 bytes.
+// each, in order. One warp does that. Chunks lie at the beginning and at the end of its buffer in turn, so that the next one
+// is copied meanwhile, if both fit. The buffer begins at a multiple of 128 bytes.
 template <class Use>
 __device__ inline void each_chunk(const PackedLinear& p, const Source& source, const Area& area, int buffer, Use use) {
   uint64_t* const copied = shared().copied[warp()];
-  if (lane() < kInFlight) init_barrier(copied + lane());
+  if (lane() < 2) init_barrier(copied + lane());
   fence_copies();
   __syncwarp();
-  const int first = area.first_of(warp()), last = area.first_of(warp() + 1);
-  int begin = 0, end = 0;   // of the chunk that this lane knows, in units of 16 bytes
-  int place = 0, stop = 0;  // its room in the buffer
-  int started = first, head = 0;
-  // starts copies, as long as there is room, when chunk i is the oldest that is needed
-  auto start = [&](int i) {
-    const int tail = __shfl_sync(~0u, place, (i - first) % 32);
-    while (started < last && started < i + kInFlight) {
-      const int n = started - first;
-      if (n % 32 == 0) {
-        const int mine = min(started + lane(), last - 1);
-        const int64_t chunk = 1ll * (area.tile + mine / area.columns) * source.chunks_of_tile + area.column + mine % area.columns;
-        begin = source.offsets[chunk], end = source.offsets[chunk + 1];
-      }
-      const int from = __shfl_sync(~0u, begin, n % 32), bytes = 16 * (__shfl_sync(~0u, end, n % 32) - from);
-      const int size = min(bytes + kSlack + 127 & ~127, kLargestChunk);
-      if (started == i) {
-        head = 0;  // the buffer is empty
-      } else if (head > tail) {
-        if (head + size > p.buffer) {
-          if (size > tail) break;
-          head = 0;
-        }
-      } else if (head + size > tail) {
-        break;
-      }
-      if (lane() == n % 32) place = head, stop = head + size;
-      if (lane() == 0) start_copy(copied + n % kInFlight, dynamic_shared + buffer + head, source.data + 16ll * from, bytes);
-      head += size;
-      started++;
-    }
+  const int first = area.first_of(warp()), count = area.first_of(warp() + 1) - first;
+  int begin = 0, end = 0;  // of the chunk that this lane knows, in units of 16 bytes
+  struct Room {
+    int from, bytes, size, place;
   };
-  if (first < last) start(first);
+  auto find = [&](int n) {
+    if (n % 32 == 0) {
+      const int mine = first + min(n + lane(), count - 1);
+      const int64_t chunk = 1ll * (area.tile + mine / area.columns) * source.chunks_of_tile + area.column + mine % area.columns;
+      begin = source.offsets[chunk], end = source.offsets[chunk + 1];
+    }
+    Room room;
+    room.from = __shfl_sync(~0u, begin, n % 32), room.bytes = 16 * (__shfl_sync(~0u, end, n % 32) - room.from);
+    room.size = min(room.bytes + kSlack + 127 & ~127, p.buffer);
+    room.place = buffer + (n % 2 ? p.buffer - room.size : 0);
+    return room;
+  };
+  auto start = [&](int n, const Room& room) {
+    if (lane() == 0) start_copy(copied + n % 2, dynamic_shared + room.place, source.data + 16ll * room.from, room.bytes);
+  };
+  if (count <= 0) return;
+  Room room = find(0);
+  start(0, room);
 #pragma unroll 1
-  for (int i = first; i < last; i++) {
-    const int n = i - first;
-    wait_copy(copied + n % kInFlight, n / kInFlight & 1);
-    const int at = __shfl_sync(~0u, place, n % 32), to = __shfl_sync(~0u, stop, n % 32);
-    use(i, (buffer + at) / 4, (buffer + to) / 4);
+  for (int n = 0; n < count; n++) {
+    Room next = room;
+    bool waits = false;
+    if (n + 1 < count) {
+      next = find(n + 1);
+      waits = room.size + next.size > p.buffer;
+      if (!waits) start(n + 1, next);
+    }
+    wait_copy(copied + n % 2, n / 2 & 1);
+    use(first + n, room.place / 4, (room.place + room.size) / 4);
     fence_copies();
     __syncwarp();
-    if (started < last) start(i + 1);
+    if (waits) start(n + 1, next);
+    room = next;
   }
 }
 
-// 8 columns of a token; those of tokens and columns that are not there stay 0.
-__device__ inline void load_x(uint4& x, const uint8_t* from, bool there) {
-  if (there) x = *reinterpret_cast<const uint4*>(from);
+// What a lane reads of x: 8 columns of a token for each group of 8 tokens. What it reads for tokens that are not there does not
+// matter, as it stays in their sums.
+template <int GROUPS>
+struct Tokens {
+  const uint8_t* from;  // columns of this lane of a token of the first group, at the start of the chunk
+  int stride;           // bytes between groups
+  bool there[GROUPS];
+
+  __device__ uint4 load(int n, int column) const { return load_if(from + n * stride + 2 * column, there[n]); }
+
+  // Zeros beyond the last column, as they are multiplied by the zeros that the weight has there.
+  __device__ uint4 load(int n, int column, int columns) const {
+    const bool inside = column + lane() % 4 * 8 < columns;
+    const uint4 x = load_if(from + n * stride + 2 * column, there[n] && inside);
+    return inside ? x : make_uint4(0, 0, 0, 0);
+  }
+};
+
+template <int GROUPS>
+__device__ inline void multiply_step(const uint32_t (&part)[8], const uint4 (&x)[GROUPS], float (&sums)[GROUPS][4]) {
+#pragma unroll
+  for (int n = 0; n < GROUPS; n++) {
+    multiply<WEIGHT>(sums[n], part, x[n].x, x[n].y);
+    multiply<WEIGHT>(sums[n], part + 4, x[n].z, x[n].w);
+  }
 }
 
-// Multiplies the steps of 32 columns [0, steps) of a chunk. x_of: of each group of 8 tokens, the columns of this lane of its
-// token. columns: of the chunk that the weight has.
-template <bool MOVED, int GROUPS>
-__device__ inline void multiply_chunk(const Lane& own, int chunk, int columns, const uint8_t* const (&x_of)[GROUPS],
-                                      const bool (&there)[GROUPS], float (&sums)[GROUPS][4]) {
-  const uint32_t table = shared_address(shared().table);
+// Multiplies a whole chunk, whose words have been moved.
+template <int GROUPS>
+__device__ inline void multiply_chunk(const Lane& own, int chunk, const Tokens<GROUPS>& tokens, float (&sums)[GROUPS][4]) {
+  const Cursor at;
   uint32_t next = own.address() / 4;
   keep_order(next);
 #pragma unroll 1
-  for (int column = 0; column < columns; column += 64) {
-    const uint32_t bits = shared_words()[chunk + column / 2 + lane()];
+  for (int pair = 0; pair < kChunkColumns / 64; pair++) {
+    const uint32_t bits = shared_words()[chunk + 32 * pair + lane()];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint4 x[GROUPS];
 #pragma unroll
-      for (int n = 0; n < GROUPS; n++) {
-        x[n] = make_uint4(0, 0, 0, 0);
-        load_x(x[n], x_of[n] + 2 * (column + 32 * half), there[n] && column + 32 * half + lane() % 4 * 8 < columns);
-      }
+      for (int n = 0; n < GROUPS; n++) x[n] = tokens.load(n, 64 * pair + 32 * half);
       uint32_t part[8];
-      decode<MOVED>(own, table, bits >> 16 * half, next, part);
-#pragma unroll
-      for (int n = 0; n < GROUPS; n++) {
-        multiply<WEIGHT>(sums[n], part, x[n].x, x[n].y);
-        multiply<WEIGHT>(sums[n], part + 4, x[n].z, x[n].w);
-      }
+      decode<true>(own, at, bits >> 16 * half, next, part);
+      multiply_step(part, x, sums);
     }
   }
+}
+
+// The same for a chunk of fewer columns, or whose words have not been moved.
+template <int GROUPS>
+__device__ inline void multiply_part(const Lane& own, int chunk, int columns, const Tokens<GROUPS>& tokens, float (&sums)[GROUPS][4]) {
+  const Cursor at;
+  uint32_t next = own.address() / 4;
+#pragma unroll 1
+  for (int column = 0; column < columns; column += 32) {
+    const uint32_t bits = shared_words()[chunk + column / 64 * 32 + lane()] >> column % 64 / 2;
+    uint4 x[GROUPS];
 #pragma unroll
-  for (int n = 0; n < GROUPS; n++) keep_order(sums[n][0]);
+    for (int n = 0; n < GROUPS; n++) x[n] = tokens.load(n, column, columns);
+    uint32_t part[8];
+    decode<false>(own, at, bits, next, part);
+    multiply_step(part, x, sums);
+  }
 }
 
 // Sums of a warp, or of a block, for a tile and GROUPS * 8 tokens.
@@ -275,27 +311,27 @@ template <int GROUPS>
 __device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, Sums<GROUPS>* all, int buffer) {
   const int g = lane() / 4, t = lane() % 4;
   float sums[GROUPS][4] = {};
-  const uint8_t* token[GROUPS];
-  bool there[GROUPS];
+  Tokens<GROUPS> tokens;
+  tokens.from = p.x + 2ll * g * p.columns + 16 * t, tokens.stride = 2 * kTokens * p.columns;
 #pragma unroll
-  for (int n = 0; n < GROUPS; n++) {
-    there[n] = kTokens * n + g < p.tokens;
-    token[n] = p.x + (there[n] ? 2ll * (kTokens * n + g) * p.columns : 0) + 16 * t;
-  }
+  for (int n = 0; n < GROUPS; n++) tokens.there[n] = kTokens * n + g < p.tokens;
   const int first = area.first_of(warp()), last = area.first_of(warp() + 1);
   int tile = first / area.columns, column = first % area.columns;
   int slot = column ? area.tiles + warp() : tile;
+  for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
+  __syncwarp();
   each_chunk(p, source, area, buffer, [&](int i, int chunk, int end) {
     const int start = (area.column + column) * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
     const Lane own(chunk, (columns + 63) / 64);
-    const uint8_t* x_of[GROUPS];
-#pragma unroll
-    for (int n = 0; n < GROUPS; n++) x_of[n] = token[n] + 2 * start;
-    if (own.move(end)) {
-      multiply_chunk<true, GROUPS>(own, chunk, columns, x_of, there, sums);
+    Tokens<GROUPS> here = tokens;
+    here.from += 2 * start;
+    if (columns == kChunkColumns && own.move(end)) {
+      multiply_chunk<GROUPS>(own, chunk, here, sums);
     } else {
-      multiply_chunk<false, GROUPS>(own, chunk, columns, x_of, there, sums);
+      multiply_part<GROUPS>(own, chunk, columns, here, sums);
     }
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) keep_order(sums[n][0]);
     if (++column == area.columns || i + 1 == last) {
 #pragma unroll
       for (int n = 0; n < GROUPS; n++)
@@ -330,8 +366,7 @@ __device__ inline void linear(const PackedLinear& p) {
     const int first = area.warp_of(tile * area.columns), last = area.warp_of((tile + 1) * area.columns - 1);
     for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) {
       float sum = (&sums[tile][0][0])[i];
-      for (int w = first + 1; w <= last; w++)
-        if (area.first_of(w) < area.first_of(w + 1)) sum += (&sums[area.tiles + w][0][0])[i];
+      for (int w = first + 1; w <= last; w++) sum += (&sums[area.tiles + w][0][0])[i];
       (&sums[tile][0][0])[i] = sum;
     }
   }
@@ -354,14 +389,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_16(Packed
 
 template <bool MOVED>
 __device__ inline void write_chunk(const Lane& own, int chunk, int columns, uint8_t* const (&to)[2]) {
-  const uint32_t table = shared_address(shared().table);
+  const Cursor at;
   uint32_t next = own.address() / 4;
   keep_order(next);
 #pragma unroll 1
   for (int column = 0; column < columns; column += 32) {
     const uint32_t bits = shared_words()[chunk + column / 64 * 32 + lane()] >> column % 64 / 2;
     uint32_t part[8];
-    decode<MOVED>(own, table, bits, next, part);
+    decode<MOVED>(own, at, bits, next, part);
 #pragma unroll
     for (int r = 0; r < 2; r++)
       if (to[r] && column + lane() % 4 * 8 < columns)

@@ -7,6 +7,13 @@ namespace fwanda {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
+// The lane, from where the compiler does not compute it again and again.
+__device__ inline uint32_t lane_register() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // Bytes of a and b that the four lowest nibbles of the selector name.
 __device__ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t out;
@@ -25,6 +32,22 @@ __device__ inline uint2 load_two_words(uint32_t address) {
   uint2 words;
   asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address));
   return words;
+}
+
+// The same if the sign is negative; else anything.
+__device__ inline uint32_t load_word_if(uint32_t address, int sign) {
+  uint32_t word;
+  asm("{ .reg .pred p; setp.lt.s32 p, %2, 0; @p ld.shared.u32 %0, [%1]; }" : "=r"(word) : "r"(address), "r"(sign));
+  return word;
+}
+
+// 16 bytes of global memory if there is need; else anything.
+__device__ inline uint4 load_if(const uint8_t* from, bool needed) {
+  uint4 x;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from), "r"(uint32_t(needed)));
+  return x;
 }
 
 // Loads whose addresses come from x are done after the stores before this; what x comes from is loaded before it.

@@ -167,6 +167,8 @@ inline uint32_t shared_address(const void* p) {
   return uint32_t(static_cast<const unsigned char*>(p) - dynamic_shared) + emulated::kBase;
 }
 
+inline uint32_t lane_register() { return uint32_t(lane()); }
+
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t out = 0;
@@ -189,6 +191,12 @@ inline uint2 load_two_words(uint32_t address) {
   return {load_word(address), load_word(address + 4)};
 }
 
+inline uint32_t load_word_if(uint32_t address, int sign) { return sign < 0 ? load_word(address) : 0xa5a5a5a5; }
+inline uint4 load_if(const uint8_t* from, bool needed) {
+  uint4 x = {~0u, ~0u, ~0u, ~0u};
+  if (needed) memcpy(&x, from, 16);
+  return x;
+}
 inline void keep_order(uint32_t&) {}
 inline void keep_order(float&) {}
 inline void fence_copies() {}
