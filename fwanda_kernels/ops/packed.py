@@ -265,6 +265,12 @@ class _Sizes:
         return (LANES * pairs).repeat(tiles)
 
 
+def packed_places(rows: int, columns: int) -> tuple[int, int, int]:
+    """Where the row order, the offsets and the chunks of a packed [rows, columns] weight begin, in bytes."""
+    sizes = _Sizes(rows, columns)
+    return _HEADER, sizes.offset_at, sizes.data_at
+
+
 def _bits_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int16 if dtype.itemsize == 2 else torch.int32
 
