@@ -2,7 +2,7 @@
 
 docs/packed.md has the layout. A program decodes chunks of 16 rows and 256 columns, 64 columns at a time: in a tensor of
 [32 lanes, 32 bits] it counts the bits before each bit, and that number tells where the value of the bit stands.
-Programs that share the columns of a tile write their sums to partial [splits, T, R] fp32, which are then added in order.
+Programs that share the columns of a tile write their sums to partial [splits, T, R] fp32, which are added in order.
 """
 
 from __future__ import annotations
