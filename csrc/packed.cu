@@ -15,7 +15,7 @@ namespace fwanda {
 
 constexpr int kHeader = 64, kTileRows = 16, kChunkColumns = 256;
 constexpr int kTail = 24;        // further words of a lane that are moved at most
-constexpr int kSlack = 12 * 128;  // bytes that a chunk may grow by that
+constexpr int kSlack = 14 * 128;  // bytes that a chunk may grow by that
 constexpr int kTokens = 8;       // columns of a fragment
 constexpr int kMaxWarps = 32;
 
@@ -241,16 +241,18 @@ __device__ inline void each_chunk(const PackedLinear& p, const Source& source, c
 // matter, as it stays in their sums.
 template <int GROUPS>
 struct Tokens {
-  const uint8_t* from;  // columns of this lane of a token of the first group, at the start of the chunk
-  int stride;           // bytes between groups
+  const uint8_t* from[GROUPS];  // the next columns of this lane
   bool there[GROUPS];
 
-  __device__ uint4 load(int n, int column) const { return load_if(from + n * stride + 2 * column, there[n]); }
+  __device__ void skip(int columns) {
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) from[n] += 2 * columns;
+  }
 
   // Zeros beyond the last column, as they are multiplied by the zeros that the weight has there.
-  __device__ uint4 load(int n, int column, int columns) const {
-    const bool inside = column + lane() % 4 * 8 < columns;
-    const uint4 x = load_if(from + n * stride + 2 * column, there[n] && inside);
+  __device__ uint4 load(int n, int columns) const {
+    const bool inside = lane() % 4 * 8 < columns;
+    const uint4 x = load_if(from[n], there[n] && inside);
     return inside ? x : make_uint4(0, 0, 0, 0);
   }
 };
@@ -266,18 +268,19 @@ __device__ inline void multiply_step(const uint32_t (&part)[8], const uint4 (&x)
 
 // Multiplies a whole chunk, whose words have been moved.
 template <int GROUPS>
-__device__ inline void multiply_chunk(const Lane& own, int chunk, const Tokens<GROUPS>& tokens, float (&sums)[GROUPS][4]) {
+__device__ inline void multiply_chunk(const Lane& own, int chunk, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
   const Cursor at;
   uint32_t next = own.address() / 4;
   keep_order(next);
+  const uint32_t* bits_at = shared_words() + chunk + lane();
 #pragma unroll 1
-  for (int pair = 0; pair < kChunkColumns / 64; pair++) {
-    const uint32_t bits = shared_words()[chunk + 32 * pair + lane()];
+  for (const uint32_t* const end = bits_at + kChunkColumns / 2; bits_at != end; bits_at += 32, tokens.skip(64)) {
+    const uint32_t bits = *bits_at;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint4 x[GROUPS];
 #pragma unroll
-      for (int n = 0; n < GROUPS; n++) x[n] = tokens.load(n, 64 * pair + 32 * half);
+      for (int n = 0; n < GROUPS; n++) x[n] = load_if(tokens.from[n] + 64 * half, tokens.there[n]);
       uint32_t part[8];
       decode<true>(own, at, bits >> 16 * half, next, part);
       multiply_step(part, x, sums);
@@ -287,15 +290,15 @@ __device__ inline void multiply_chunk(const Lane& own, int chunk, const Tokens<G
 
 // The same for a chunk of fewer columns, or whose words have not been moved.
 template <int GROUPS>
-__device__ inline void multiply_part(const Lane& own, int chunk, int columns, const Tokens<GROUPS>& tokens, float (&sums)[GROUPS][4]) {
+__device__ inline void multiply_part(const Lane& own, int chunk, int columns, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
   const Cursor at;
   uint32_t next = own.address() / 4;
 #pragma unroll 1
-  for (int column = 0; column < columns; column += 32) {
+  for (int column = 0; column < columns; column += 32, tokens.skip(32)) {
     const uint32_t bits = shared_words()[chunk + column / 64 * 32 + lane()] >> column % 64 / 2;
     uint4 x[GROUPS];
 #pragma unroll
-    for (int n = 0; n < GROUPS; n++) x[n] = tokens.load(n, column, columns);
+    for (int n = 0; n < GROUPS; n++) x[n] = tokens.load(n, columns - column);
     uint32_t part[8];
     decode<false>(own, at, bits, next, part);
     multiply_step(part, x, sums);
@@ -312,9 +315,11 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
   const int g = lane() / 4, t = lane() % 4;
   float sums[GROUPS][4] = {};
   Tokens<GROUPS> tokens;
-  tokens.from = p.x + 2ll * g * p.columns + 16 * t, tokens.stride = 2 * kTokens * p.columns;
 #pragma unroll
-  for (int n = 0; n < GROUPS; n++) tokens.there[n] = kTokens * n + g < p.tokens;
+  for (int n = 0; n < GROUPS; n++) {
+    tokens.from[n] = p.x + 2ll * (kTokens * n + g) * p.columns + 16 * t;
+    tokens.there[n] = kTokens * n + g < p.tokens;
+  }
   const int first = area.first_of(warp()), last = area.first_of(warp() + 1);
   int tile = first / area.columns, column = first % area.columns;
   int slot = column ? area.tiles + warp() : tile;
@@ -324,7 +329,7 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     const int start = (area.column + column) * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
     const Lane own(chunk, (columns + 63) / 64);
     Tokens<GROUPS> here = tokens;
-    here.from += 2 * start;
+    here.skip(start);
     if (columns == kChunkColumns && own.move(end)) {
       multiply_chunk<GROUPS>(own, chunk, here, sums);
     } else {
