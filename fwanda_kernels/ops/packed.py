@@ -203,9 +203,9 @@ def packed_linear(
     Raises:
         ValueError: a shape, dtype or device does not fit.
 
-    The C++ and CUDA kernels multiply up to 16 tokens from the packed bytes. They accumulate in fp32 in a fixed order
-    and round once, after the bias is added. The order does not depend on the number of threads of a CPU, but on the
-    number of multiprocessors of a GPU. For more tokens, and in other backends, the weight is unpacked first. There is
+    The C++, CUDA and Triton kernels multiply up to 16 tokens from the packed bytes. They accumulate in fp32 in a fixed
+    order and round once, after the bias is added. The order does not depend on the number of threads of a CPU, but in
+    CUDA on the number of multiprocessors. For more tokens, and in plain torch, the weight is unpacked first. There is
     no derivative.
     """
     op = "packed_linear"
