@@ -114,10 +114,8 @@ struct Lane {
     const uint32_t value = last_value();
     uint32_t* const to = shared_words() + values + 32 * common + lane();
 #pragma unroll
-    for (int i = 0; i < kTail; i += kGroup)
-      if (i < tail)
-#pragma unroll
-        for (int k = i; k < i + kGroup; k++) moved[k] = shared_words()[further + k];
+    for (int k = 0; k < kTail; k++)
+      if (k < words - common) moved[k] = shared_words()[further + k];  // fewer lanes, fewer conflicts of banks
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kTail; i += kGroup)
