@@ -206,7 +206,8 @@ __device__ inline void each_chunk(const PackedLinear& p, const Source& source, c
       begin = source.offsets[chunk], end = source.offsets[chunk + 1];
     }
     Room room;
-    room.from = __shfl_sync(~0u, begin, n % 32), room.bytes = 16 * (__shfl_sync(~0u, end, n % 32) - room.from);
+    room.from = __shfl_sync(~0u, begin, n % 32);
+    room.bytes = min(16 * (__shfl_sync(~0u, end, n % 32) - room.from), p.buffer);  // more only if the weight has been altered
     room.size = min(room.bytes + kSlack + 127 & ~127, p.buffer);
     room.place = buffer + (n % 2 ? p.buffer - room.size : 0);
     return room;

@@ -180,7 +180,8 @@ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
 }
 
 inline uint32_t load_word(uint32_t address) {
-  if (address % 4 || address < emulated::kBase || address + 4 > emulated::kBase + emulated::shared_bytes) emulated::fail("a wrong address");
+  const bool inside = address >= emulated::kBase && address + 4 <= emulated::kBase + emulated::shared_bytes;
+  if (address % 4 || !inside) emulated::fail("a wrong address");
   uint32_t word;
   memcpy(&word, dynamic_shared + address - emulated::kBase, 4);
   return word;
@@ -205,7 +206,8 @@ inline void init_barrier(uint64_t* barrier) { *barrier = 0; }
 inline void start_copy(uint64_t* barrier, void* to, const void* from, uint32_t bytes) {
   auto* const target = static_cast<unsigned char*>(to);
   auto& block = *emulated::now->block;
-  if (bytes % 16 || (target - block.memory) % 16 || target + bytes > block.memory + emulated::shared_bytes) emulated::fail("a wrong copy");
+  const size_t place = target - block.memory;
+  if (bytes % 16 || place % 16 || place + bytes > emulated::shared_bytes) emulated::fail("a wrong copy");
   memset(target, 0xa5, bytes);
   block.copies.push_back({barrier, target, static_cast<const unsigned char*>(from), bytes, rand() % 8});
 }
