@@ -42,6 +42,11 @@ CASES = {
             for t in (1, 8, 16)
             for r, c in SELECT[:3]
         ],
+        *[
+            ("to_semi_structured", f"2:4, {r} x {c}, {t} tokens", sparse24.linear, (t, r, c))
+            for t in (1, 16, 128, 512, 1024, 1536, 2048, 4096)
+            for r, c in SELECT[:3]
+        ],
     ],
     "cpu": [
         ("accumulate_sq_sums_", "2048 x 4096", stats.sq_sums, (2048, 4096)),

@@ -24,7 +24,14 @@ MODULES = compiling["MODULES"]
 # Bytes that a thread of these kernels spills at most, on some architecture and with some NVRTC; all others spill none.
 # Not for bf16 rows on Hopper and data-center Blackwell. Elsewhere it is at most 4 of the 210 instructions of a round of
 # row selection (unaligned or fp32), and 0.5 % of the loops of the others.
-SPILLS = {"row_topk": 56, "compress_24": 8, "threshold_next": 24, "threshold_last": 8, "obs_walk": 24}
+SPILLS = {
+    "row_topk": 56,
+    "compress_24": 8,
+    "threshold_next": 24,
+    "threshold_last": 8,
+    "obs_walk": 24,
+    "packed_linear_16": 16,
+}
 
 
 @pytest.fixture(scope="module")
@@ -154,17 +161,36 @@ def test_structs_and_constants_of_obs_are_those_of_the_kernel(backend):
 
 def test_structs_and_constants_of_packed_weights_are_those_of_the_kernel(backend):
     packed, layout = backend.packed, backend.packed.PACKED
-    claims = [f"32 * kWarps == {packed.THREADS}", f"kWarps == {packed.WARPS}", f"kTiles == {packed.TILES}"]
-    claims += [f"kSplit == {packed.SPLIT}", f"kSharedBytes + 4096 == {packed.SHARED_BYTES}"]
-    claims += [f"kTileRows == {TILE_ROWS}", f"kChunkColumns == {CHUNK_COLUMNS}", f"kMaxStages >= {packed.STAGES}"]
+    claims = [f"sizeof(Shared) <= {packed.HEAD_BYTES}", f"kMaxWarps >= {packed.WARPS}", f"kTokens == {packed.TOKENS}"]
+    claims += [f"kTileRows == {TILE_ROWS}", f"kChunkColumns == {CHUNK_COLUMNS}", f"THREADS >= {32 * packed.WARPS}"]
+    claims += [f"sizeof(Sums<2>) == 2 * 4 * {TILE_ROWS * packed.TOKENS}"]
     expect("packed", *claims)
     expect_layouts("packed", layout)
-    assert (packed.TILE_ROWS, packed.CHUNK_COLUMNS) == (TILE_ROWS, CHUNK_COLUMNS) and packed.STAGE_BYTES % 128 == 0
+    assert (packed.TILE_ROWS, packed.CHUNK_COLUMNS) == (TILE_ROWS, CHUNK_COLUMNS)
+    assert packed.LARGEST_CHUNK == 16 * TILE_ROWS * CHUNK_COLUMNS // 128 + 2 * TILE_ROWS * CHUNK_COLUMNS
 
 
-@pytest.mark.parametrize("groups, chunks, size", [(1, 1, 1), (64, 16, 4), (172, 16, 1), (64, 43, 4), (1, 400, 8)])
-def test_a_cluster_fills_the_card_and_every_warp_has_a_chunk(backend, groups, chunks, size):
-    assert backend.packed.cluster_size(groups, chunks, 132) == size
+SHAPES = [(1, 8), (16, 100_000), (4096, 4096), (11008, 4096), (4096, 11008), (128_256, 4096), (1024, 8192)]
+
+
+@pytest.mark.parametrize("shared", [232_448, 101_376])
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_divisions_of_products_fit_the_card(backend, rows, columns, tokens, shared):
+    packed = backend.packed
+    division = packed.divide(rows, columns, tokens, 132, shared)
+    sums = 4 * TILE_ROWS * packed.TOKENS * (1 if tokens <= packed.TOKENS else 2) * (division.tiles + division.warps)
+    buffers = division.warps * division.buffer
+    assert division.buffer >= packed.LARGEST_CHUNK and division.buffer % 128 == 0
+    assert packed.HEAD_BYTES + sums + 127 + buffers + packed.OVERRUN <= division.shared <= shared
+    assert division.cluster <= -(-columns // CHUNK_COLUMNS) and division.cluster in (1, 2, 4, 8)
+
+
+def test_one_wave_of_blocks_serves_common_shapes(backend):
+    for rows, columns in SHAPES[2:5]:
+        division = backend.packed.divide(rows, columns, 1, 132, 232_448)
+        blocks = -(-rows // (TILE_ROWS * division.tiles)) * division.cluster
+        assert 0.85 * 132 <= blocks <= 132
 
 
 # launches
@@ -182,6 +208,7 @@ def plans(backend) -> dict[str, list]:
     bits = fk.pack_weight(weight)
     values, meta = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.int16)
     select, stats, sparse24 = backend.select, backend.stats, backend.sparse24
+    division = backend.packed.divide(64, 256, 3, 132, 232_448)
     return {
         "mask": select.plan_one(weight, scales[0], keeps[0], bad, mask),
         "prune": select.plan_one(weight, scales[0], keeps[0], bad, None),
@@ -194,8 +221,8 @@ def plans(backend) -> dict[str, list]:
         "compress": sparse24.plan_compress(weight, scales[0], bad, values, meta),
         "threshold": threshold_plan(backend, [weight, narrow], 1000),
         "unpack": backend.packed.plan_unpack(bits, 64, 256, weight),
-        "linear": backend.packed.plan_linear(weight[:3], bits, None, weight[:3, :64], 132),
-        "linear of 9 tokens": backend.packed.plan_linear(weight[:9], bits, scales[0], weight[:9, :64], 132),
+        "linear": backend.packed.plan_linear(weight[:3], bits, None, weight[:3, :64], division),
+        "linear of 9 tokens": backend.packed.plan_linear(weight[:9], bits, scales[0], weight[:9, :64], division),
         **{f"obs {rule}": obs_plan(backend, weight, rule) for rule in RULES},
     }
 

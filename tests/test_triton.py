@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers_triton_obs import CASES as OBS_CASES
 from helpers_triton_obs import ours, reference
+from helpers_triton_packed import CASES as PACKED_CASES
 from helpers_triton_removed import CASES as REMOVED_CASES
 
 import fwanda_kernels as fk
@@ -244,7 +245,7 @@ CASES = {f"row_topk-{kind}": (check_row_topk, kind) for kind in KINDS}
 CASES |= {f"nm-{kind}": (check_nm, kind) for kind in ("normal", "two_values", "denormal", "one_huge")}
 CASES |= {f"compress_24-{kind}": (check_compress_24, kind) for kind in ("normal", "heavy_ties", "zeros", "one_huge")}
 CASES |= {f"threshold-{kind}": (check_threshold, kind) for kind in ("normal", "all_equal", "denormal")}
-CASES |= OBS_CASES | REMOVED_CASES
+CASES |= OBS_CASES | REMOVED_CASES | PACKED_CASES
 CASES |= {
     check.__name__[6:]: (check,)
     for check in (

@@ -203,9 +203,9 @@ def packed_linear(
     Raises:
         ValueError: a shape, dtype or device does not fit.
 
-    The C++ and CUDA kernels multiply up to 16 tokens from the packed bytes. They accumulate in fp32 in a fixed order
-    and round once, after the bias is added. The order does not depend on the number of threads of a CPU, but on the
-    number of multiprocessors of a GPU. For more tokens, and in other backends, the weight is unpacked first. There is
+    The C++, CUDA and Triton kernels multiply up to 16 tokens from the packed bytes. They accumulate in fp32 in a fixed
+    order and round once, after the bias is added. The order does not depend on the number of threads of a CPU, but in
+    CUDA on the number of multiprocessors. For more tokens, and in plain torch, the weight is unpacked first. There is
     no derivative.
     """
     op = "packed_linear"
@@ -259,6 +259,12 @@ class _Sizes:
         if self.cols % CHUNK_COLUMNS:
             pairs[-1:] = -(-(self.cols % CHUNK_COLUMNS) // PAIR_COLUMNS)
         return (LANES * pairs).repeat(tiles)
+
+
+def packed_places(rows: int, columns: int) -> tuple[int, int, int]:
+    """Where the row order, the offsets and the chunks of a packed [rows, columns] weight begin, in bytes."""
+    sizes = _Sizes(rows, columns)
+    return _HEADER, sizes.offset_at, sizes.data_at
 
 
 def _bits_dtype(dtype: torch.dtype) -> torch.dtype:

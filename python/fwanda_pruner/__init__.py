@@ -23,6 +23,7 @@ _HOMES = {
     "pack_": "model.pack",
     "prune": "run.pipeline",
     "save_pruned": "run.save",
+    "to_semi_structured": "model.semi_structured",
     "unpack_": "model.pack",
 }
 __all__ = sorted(_HOMES)

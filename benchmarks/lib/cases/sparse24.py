@@ -94,3 +94,26 @@ def compress_cusparselt(device: str, rows: int, cols: int) -> Case:
 
     ours = [lambda w=w: fk.compress_24_cusparselt(w, scale) for w in weights]
     return Case(ours, [lambda w=w: naive(w) for w in weights], check, packed_24_bytes(rows, cols))
+
+
+def linear(device: str, tokens: int, rows: int, cols: int) -> Case:
+    """A linear layer with a 2:4 weight in torch's form for cuSPARSELt, against the dense weight in cuBLAS."""
+    from fwanda_pruner.model.semi_structured import as_cusparselt
+
+    weights, algorithms = [random_weight(rows, cols, device) for _ in range(buffer_count(rows * cols * 2, device))], {}
+    for weight in weights:
+        fk.nm_prune_(weight, torch.ones(cols, device=device), 2, 4)
+    sparse = [as_cusparselt(weight, tokens, algorithms) for weight in weights]
+    x = torch.randn(tokens, cols, device=device).to(BF16)
+    product = torch.nn.functional.linear
+
+    def check():
+        expected = x.double() @ weights[0].double().T
+        assert float((product(x, sparse[0]).double() - expected).norm() / expected.norm()) < 5e-3
+
+    return Case(
+        [lambda w=w: product(x, w) for w in sparse],
+        [lambda w=w: product(x, w) for w in weights],
+        check,
+        rows * cols * 9 // 8 + 2 * tokens * (rows + cols),
+    )

@@ -42,7 +42,7 @@ FAMILIES = {
     "stats": {"any": ()},
     "sparse24": _WEIGHTS,
     "threshold": _WEIGHTS,
-    "packed": {"bf16": ("WEIGHT=Bf16",), "fp16": ("WEIGHT=Fp16",)},
+    "packed": {"bf16": ("WEIGHT=Bf16", "THREADS=512"), "fp16": ("WEIGHT=Fp16", "THREADS=512")},
     "obs": {rule: (f"RULE={rule}",) for rule in ("sparsity", "keep", "mask", "pattern")},
 }
 MODULES = [(family, variant) for family, variants in FAMILIES.items() for variant in variants]
