@@ -55,7 +55,7 @@ def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True
     """The model and tokenizer of a command.
 
     Args:
-        streams: whether the command can run with the streamed engine.
+        streams: whether the command can run with the streamed and the sharded engine.
     """
     begin_stage(StageName.LOAD.title)
     if config.deterministic:
@@ -63,8 +63,13 @@ def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True
     from .model.load import load_model
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
+    if config.engine == "sharded" and not streams:
+        raise UserError(
+            "tasks of lm-eval and text that the model writes need --engine resident; leave --engine sharded out"
+        )
     engine = config.engine if streams else "resident"
     place = {"device": device_of(config.device), "engine": engine, "max_bytes": config.memory_limit}
+    place["offload"] = config.offload
     return load_model(args.model, dtype=config.dtype, **place, **trust)
 
 

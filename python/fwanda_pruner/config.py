@@ -31,7 +31,7 @@ CALIBRATION = ("text", "bos", "fisher")  # groups of settings that statistics de
 DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
-ENGINES = ("auto", "resident", "streamed")
+ENGINES = ("auto", "resident", "streamed", "sharded")
 SAVE_FORMATS = ("dense", "packed", "masks")
 LEAST_PACKED = Fraction("0.15")  # share of zeros; a packed matrix with fewer is hardly smaller than a dense one
 _DEEPEST = 8  # nesting of lists and mappings in a file of settings
@@ -176,8 +176,12 @@ class PruneConfig:
         "passes",
         "auto",
         "where the weights are. resident: all on the device; streamed: a few decoder blocks at a time, and the others "
-        "in RAM or in the files of the model; auto: resident if the weights fit the device",
+        "in RAM or in the files of the model; sharded: a share of each block on each rank of torchrun; auto: resident "
+        "if the weights fit the device",
         ENGINES,
+    )
+    offload: bool = _setting(
+        "passes", False, "keep the weights of --engine sharded in RAM, and on a GPU only while they compute", type=bool
     )
     segment: int | None = _setting(
         "passes", None, "decoder blocks on the device at a time, if streamed (default: 4)", type=int, metavar="K"
@@ -288,6 +292,14 @@ class PruneConfig:
             raise UserError("--compile on contradicts --checkpointing on; give only one of them")
         if self.segment is not None and self.engine == "resident":
             raise UserError("--segment has no effect with --engine resident; leave it out, or use --engine streamed")
+        if self.segment is not None and self.engine == "sharded":
+            raise UserError("--segment has no effect with --engine sharded; leave it out, or use --engine streamed")
+        if self.offload and self.engine != "sharded":
+            raise UserError(f"--offload has no effect with --engine {self.engine}; use --engine sharded")
+        if self.engine == "sharded" and self.compile == "on":
+            raise UserError("--compile on has no effect with --engine sharded; leave it out")
+        if self.engine == "sharded" and self.save != "dense":
+            raise UserError(f"--save {self.save} needs the whole model on one rank; use --save dense, then fwanda pack")
         if self.engine == "streamed" and "on" in (self.compile, self.checkpointing):
             on = "compile" if self.compile == "on" else "checkpointing"
             raise UserError(f"--{on} on has no effect with --engine streamed; leave it out, or use --engine resident")

@@ -3,6 +3,7 @@
 engine.py            the protocol Engine, which all above this folder use, and make_engine()
 resident.py          ResidentEngine: all weights lie on one device
 streamed.py          StreamedEngine: a few decoder blocks at a time lie on the device
+sharded.py           ShardedEngine: each rank holds a share of every decoder block
 block_weights.py     BlockWeights: loads a block when it runs, and sends it home
 threshold.py         one threshold for the scores of all targets, block by block
 loop.py              the one window loop: micro-batches, memory, progress; every pass of text runs in it

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import one_line
-from ..model.attributes import replaced
+from ..model.attributes import called_as
 
 
 class CompileError(Exception):
@@ -44,7 +44,7 @@ class CompiledBlocks:
             return
         calls = self.calls or self._compile()
         try:
-            with replaced("_compiled_call_impl", calls):
+            with called_as(calls):
                 yield
         except torch.OutOfMemoryError:
             raise

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..config import PruneConfig
 from ..errors import UserError
-from ..model.placement import blocks_lie_apart
+from ..model.placement import blocks_lie_apart, is_sharded
 from ..model.targets import Target, find_blocks
 from .loop import PassRecord, PassSettings
 from .masks_in_passing import Masks
@@ -19,6 +19,7 @@ from .prefix import SharedPrefix
 from .ranks import Ranks
 from .resident import Block, ResidentEngine
 from .resume import Unfinished
+from .sharded import ShardedEngine
 from .streamed import StreamedEngine
 from .sums import Sums
 from .walk import BlockWalk
@@ -98,7 +99,8 @@ class Engine(Protocol):
 def make_engine(
     model: nn.Module, targets: Sequence[Target], config: PruneConfig | None = None, *, progress: bool = True
 ) -> Engine:
-    """The engine for a model: streamed if the settings say so, or if its blocks do not lie on the device of the rest.
+    """The engine for a model: sharded if its weights are divided over the ranks; streamed if the settings say so, or if
+    its blocks do not lie on the device of the rest.
 
     Args:
         model: a causal language model in eval mode.
@@ -107,10 +109,16 @@ def make_engine(
         progress: whether to show progress bars.
 
     Raises:
-        UserError: the settings ask for the resident engine, and the blocks lie elsewhere.
+        UserError: the settings ask for an engine for which the model was not loaded.
     """
     config = config or PruneConfig()
     settings, shared = PassSettings.of(config), {"progress": progress, "ranks": Ranks.current()}
+    if is_sharded(model):
+        if config.engine not in ("auto", "sharded"):
+            raise UserError(f"the weights are divided over the ranks; load the model with --engine {config.engine}")
+        return ShardedEngine(model, targets, settings, **shared)
+    if config.engine == "sharded":
+        raise UserError("--engine sharded needs a model that was loaded for it: load_model(name, engine='sharded')")
     apart = blocks_lie_apart(model)
     segment = min(config.segment or _SEGMENT, len(find_blocks(model)[1]))
     if apart and config.engine == "resident":

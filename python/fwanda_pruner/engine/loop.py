@@ -73,6 +73,8 @@ class Windows(Protocol):
         backward: whether run() includes a backward pass.
         restartable: False once run() has overwritten its own input, so that the loop cannot start again.
         busy_windows: windows that keep a large GPU busy; read only on one.
+        together: whether other ranks take part in each pass, because they hold a share of the weights. All ranks must
+            then run equally many passes, and none may start again by itself.
         blocks: what checkpointing applies to.
         compiled_modules: what compiling applies to.
     """
@@ -83,6 +85,7 @@ class Windows(Protocol):
     backward: bool
     restartable: bool
     busy_windows: int
+    together: bool
     blocks: Sequence[nn.Module]
     compiled_modules: Sequence[nn.Module]
 
@@ -91,6 +94,9 @@ class Windows(Protocol):
 
     def run(self, start: int, size: int) -> None:
         """Runs the windows [start, start + size)."""
+
+    def idle(self) -> None:
+        """Takes part in a pass of other ranks, where this one has no more windows; adds nothing to the sums."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What an interrupted run must know besides the sums."""
@@ -133,6 +139,9 @@ def run_windows(
         UserError: one window does not fit, or the blocks cannot be compiled and settings.compile is "on".
     """
     groups = ranks.groups(windows.count, unit or settings.micro_batch or 1)
+    if windows.together and settings.micro_batch is None:
+        settings = replace(settings, micro_batch=_common_micro_batch(windows, ranks))
+    missing = _missing_passes(groups, settings.micro_batch, ranks) if windows.together else 0
     loop = _Loop(windows, sums, settings, groups, label, unfinished)
     merging = Merging(sums)
     for group in groups:
@@ -140,8 +149,27 @@ def run_windows(
         if not ranks.alone:
             merging.add(Node(0, group.number), sums.tensors())
             sums.clear()
+    if missing:
+        with windows.ready(range(1), 1):
+            for _ in range(missing):
+                windows.idle()
     ranks.merge(sums, merging, windows.device)
     return _common([record for record in ranks.gather(loop.record) if record is not None])
+
+
+def _common_micro_batch(windows: Windows, ranks: Ranks) -> int:
+    """Windows in a pass that fit the memory of every rank: all of them run one window, to measure it."""
+    base = _reset_peak(windows.device)
+    if windows.device.type == "cuda":
+        with windows.ready(range(1), 1):
+            windows.idle()
+    return min(ranks.gather(_largest_micro_batch(windows, base)))
+
+
+def _missing_passes(groups: Sequence[Group], size: int, ranks: Ranks) -> int:
+    """How many passes fewer than the rank with the most windows this rank needs."""
+    passes = sum(-(-len(group.windows) // size) for group in groups)
+    return max(ranks.gather(passes)) - passes
 
 
 def _common(records: Sequence[PassRecord]) -> PassRecord:
@@ -289,6 +317,11 @@ def _compile_setting(sums: Sums, settings: PassSettings) -> str:
 def _use_less_memory(windows: Windows, record: PassRecord, settings: PassSettings) -> None:
     """The one answer to a device that is out of memory: half the micro-batch, then checkpointing."""
     torch.cuda.empty_cache()
+    if windows.together:
+        raise UserError(
+            f"{windows.device} ran out of memory; use a smaller --micro-batch, --checkpointing on, --offload, or more "
+            f"ranks"
+        )
     if not windows.restartable:
         raise UserError(f"{windows.device} ran out of memory in the middle of a block; use a smaller --micro-batch")
     if record.micro_batch > 1:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.utils import ModelOutput
 
 from ..errors import UserError
-from ..model.attributes import replaced
+from ..model.attributes import called_as
 
 _LOGITS = 1 << 24  # logits that exist at once: 64 MB in fp32, and as much again for their softmax
 
@@ -208,5 +208,5 @@ def _head_of(model: nn.Module, decoder: nn.Module, output_type: type) -> Iterato
             return states[0]
         return (states[0],) if issubclass(output_type, tuple) else output_type(last_hidden_state=states[0])
 
-    with replaced("forward", {decoder: forward}):
+    with called_as({decoder: forward}):
         yield head

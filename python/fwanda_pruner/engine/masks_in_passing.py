@@ -50,7 +50,7 @@ def masked_blocks(blocks: Sequence[nn.Module], targets: Sequence[Target], masks:
         if block_targets:
             handles += [
                 block.register_forward_pre_hook(prune_targets(block_targets)),
-                block.register_forward_hook(restore, always_call=True),
+                block.register_forward_hook(restore, always_call=True, prepend=True),  # FSDP frees the weights
             ]
     try:
         yield

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..model.placement import is_sharded
 from ..model.targets import find_blocks
 from .attention import fast_attention, single_sequences
 from .compile_blocks import norms_beside
@@ -58,6 +59,7 @@ class ModelWindows:
         self._prefix = prefix or SharedPrefix(())
         self.backward, self._more = backward, more
         self.device = model_device(model)
+        self.together = is_sharded(model)
         self.count, self.length = tokens.shape
         path, self.blocks = find_blocks(model)
         self.compiled_modules = [*self.blocks, *norms_beside(model, path)]
@@ -78,6 +80,13 @@ class ModelWindows:
             with self._prefix.over(start, size):
                 losses = summed_losses(self._model, self._decoder, ids, first_target=self._first_target)
             self._add_losses(losses)
+        else:
+            self._decoder(input_ids=ids, use_cache=False)
+
+    def idle(self) -> None:
+        ids = self._tokens[:1].to(self.device)
+        if self.backward:
+            backward_of_summed_loss(self._model, self._decoder, ids)
         else:
             self._decoder(input_ids=ids, use_cache=False)
 

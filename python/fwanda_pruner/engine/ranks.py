@@ -130,13 +130,21 @@ class Ranks:
             count: number of windows.
             unit: windows in a pass. Groups consist of whole passes, so that all passes but the last have equal sizes.
         """
+        groups = self._all_groups(count, unit)
+        return groups[-(-self.rank * len(groups) // self.size) : -(-(self.rank + 1) * len(groups) // self.size)]
+
+    def _all_groups(self, count: int, unit: int) -> list[Group]:
         if self.alone:
             return [Group(0, range(count))]
         passes = -(-count // unit)
         number = min(GROUPS, passes)
         ends = [min(count, group * passes // number * unit) for group in range(number + 1)]
-        mine = range(-(-self.rank * number // self.size), -(-(self.rank + 1) * number // self.size))
-        return [Group(group, range(ends[group], ends[group + 1])) for group in mine]
+        return [Group(group, range(ends[group], ends[group + 1])) for group in range(number)]
+
+    def pass_sizes(self, count: int, unit: int) -> list[int]:
+        """The different numbers of windows in passes of `unit` windows, over the groups of all processes."""
+        lengths = {len(group.windows) for group in self._all_groups(count, unit)}
+        return sorted({size for length in lengths for size in (min(unit, length), length % unit)} - {0})
 
     def share(self, compute: Callable[[], T]) -> T:
         """Returns on all processes what the first one computes. Tensors must lie on the CPU.

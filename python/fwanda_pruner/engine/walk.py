@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..model.attributes import called_as
+from ..model.placement import is_sharded
 from ..model.targets import find_blocks
 from .device import model_device
 from .loop import PassSettings, run_windows
@@ -38,6 +40,7 @@ class BlockWalk:
     Attributes:
         blocks, device: of the model.
         ranks: as given.
+        arguments_checked: whether check_arguments() has passed.
         hidden: [S, L, H] of the windows of this rank; None if it has none.
 
     Raises:
@@ -55,7 +58,16 @@ class BlockWalk:
         self.ranks, self._unit = ranks, self._micro_batch  # the groups stay the same where memory runs out
         groups = [group.windows for group in ranks.groups(len(tokens), self._unit)]
         self._own = range(groups[0].start, groups[-1].stop) if groups else range(0)
+        self.arguments_checked = False
+        if is_sharded(model):
+            self._prepare_all()
         self._run(_EmbeddingWindows(self), Sums())
+
+    def _prepare_all(self) -> None:
+        """Does on every rank what needs passes through the whole model, in which all ranks must take part."""
+        self.check_arguments()
+        for size in self.ranks.pass_sizes(len(self._tokens), self._unit):
+            self.arguments_for(size)
 
     def run(self, index: int, sums: Sums, *, advance: bool) -> None:
         """Runs all windows through block `index` and adds them to the sums.
@@ -114,6 +126,7 @@ class BlockWalk:
         first, last = self._tokens[:1], self._tokens[-1:]
         if len(self._tokens) > 1 and not _same(self._block_arguments(first), self._block_arguments(last)):
             raise UserError(f"{_not_a_chain(self._model)}: the arguments of its blocks depend on the tokens")
+        self.arguments_checked = True
 
     @property
     def first_window(self) -> int:
@@ -154,21 +167,28 @@ class BlockWalk:
     def _block_arguments(self, ids: Tensor) -> list[tuple[tuple, dict]]:
         """Arguments of each block, from a forward pass that also shows whether the blocks form a plain chain."""
         captured: list[tuple[tuple, dict]] = []
-        before: list[Tensor] = []
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []  # of the block before
 
-        def hook(_module, args, kwargs):
+        def begin(_module, args, kwargs):
             hidden = args[0] if args else kwargs["hidden_states"]
             if not hidden.isfinite().all():
                 raise UserError(
                     f"the input of block {len(captured)} has NaN or inf values; the model overflows on the calibration "
                     f"text"
                 )
-            if captured and not _close(self._block_output(len(captured) - 1, before.pop(), captured[-1]), hidden):
+            if outputs and not _close(outputs.pop(), hidden):
                 raise UserError(f"{_not_a_chain(self._model)}: a block takes more than the output of the one before it")
             captured.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))
-            before.append(hidden)
+            inputs.append(hidden)
 
-        handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in self.blocks]
+        def end(_module, _args, _output):
+            outputs.append(self._block_output(len(captured) - 1, inputs.pop(), captured[-1]))
+
+        handles = []
+        for block in self.blocks:
+            handles.append(block.register_forward_pre_hook(begin, with_kwargs=True))
+            handles.append(block.register_forward_hook(end, prepend=True))  # while the weights are in memory
         try:
             self._model.base_model(input_ids=ids.to(self.device), use_cache=False)
         finally:
@@ -186,16 +206,16 @@ class BlockWalk:
     def _first_hidden(self, ids: Tensor) -> Tensor:
         """[B, L, H] input of the first block."""
 
-        def hook(_module, args, kwargs):
+        def first(*args, **kwargs):
             raise _FirstBlock(args[0] if args else kwargs["hidden_states"])
 
-        handle = self.blocks[0].register_forward_pre_hook(hook, with_kwargs=True)
+        # a forward pass that ends early must not begin for the hooks of FSDP
+        base = self._model.base_model
         try:
-            self._model.base_model(input_ids=ids.to(self.device), use_cache=False)
-        except _FirstBlock as first:
-            return first.args[0]
-        finally:
-            handle.remove()
+            with called_as({base: base.forward, self.blocks[0]: first}):
+                base(input_ids=ids.to(self.device), use_cache=False)
+        except _FirstBlock as reached:
+            return reached.args[0]
         raise AssertionError("the first block was not called")
 
 
@@ -209,7 +229,7 @@ class _WalkWindows:
 
     def __init__(self, walk: BlockWalk):
         self._walk = walk
-        self.device = walk.device
+        self.device, self.together = walk.device, is_sharded(walk._model)
         self.count, self.length = walk._tokens.shape
 
     @contextmanager
@@ -219,6 +239,9 @@ class _WalkWindows:
             self._walk.arguments_for(batch)  # runs the whole model, so it must come before the sums watch its modules
         with torch.no_grad():
             yield
+
+    def idle(self) -> None:
+        """Nothing: the block is in memory on every rank, and the model has run already."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -236,7 +259,8 @@ class _EmbeddingWindows(_WalkWindows):
     @contextmanager
     def ready(self, group: range, size: int) -> Iterator[None]:
         with super().ready(group, size):
-            self._walk.check_arguments()  # here, so that a window that does not fit the memory is a UserError
+            if not self._walk.arguments_checked:
+                self._walk.check_arguments()  # here, so that a window that does not fit the memory is a UserError
             yield
 
     def run(self, start: int, size: int) -> None:

@@ -3,22 +3,26 @@
 import contextlib
 import copy
 import errno
+import json
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UserError, one_line
 from ..model.load import load_model, quiet
+from ..model.placement import is_sharded
+from ..model.sharding import gathered_parts
 from .audit import Part, WrongZeros, ZeroCount, audit, stored_tensors
 from .files import system_error
 
-_SHARD_SIZE = "5GB"
+_FILE_BYTES = 5 * 10**9
 
 load = load_model  # a dense folder is an ordinary model
 
@@ -42,7 +46,36 @@ def write(folder: Path, model, tokenizer) -> None:
     """
     write_settings(folder, model, tokenizer)
     with quiet(), _settings_kept(model):
-        model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+        if is_sharded(model):
+            _write_parts(folder, model)
+        else:
+            model.save_pretrained(folder, max_shard_size=_FILE_BYTES)
+
+
+def _write_parts(folder: Path, model) -> None:
+    """Writes the weights that several ranks share, with one file in memory at a time; see gathered_parts()."""
+    parts = []
+    for weights in gathered_parts(model, _FILE_BYTES):
+        model.save_pretrained(folder, state_dict=weights, max_shard_size=2**60)
+        parts.append((folder / SAFE_WEIGHTS_NAME).rename(folder / f"part-{len(parts)}"))
+    if len(parts) == 1:
+        parts[0].rename(folder / SAFE_WEIGHTS_NAME)
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = part.rename(folder / f"model-{number:05}-of-{len(parts):05}.safetensors")
+        with safe_open(file, framework="pt") as tensors:
+            places |= dict.fromkeys(tensors.keys(), file.name)
+    metadata = {"total_parameters": model.num_parameters(), "total_size": model_bytes(model)}
+    index = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index + "\n", encoding="utf-8")
+
+
+def give_shares(model) -> None:
+    """What the other ranks do while the first calls write()."""
+    if is_sharded(model):
+        for _ in gathered_parts(model, _FILE_BYTES):
+            pass
 
 
 def write_settings(folder: Path, model, tokenizer) -> None:

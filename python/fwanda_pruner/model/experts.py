@@ -75,7 +75,7 @@ class Slice:
 
 def count_experts(module: nn.Module) -> int:
     """Count the experts that a module holds, in 3-D parameters or as a list of modules; 0 if it holds none."""
-    if names := _fused_names(module):
+    if names := fused_names(module):
         return getattr(module, names[0]).shape[0]
     if isinstance(module, nn.ModuleList):
         holds_matrices = all(any(p.dim() > 1 for p in expert.parameters()) for expert in module)
@@ -98,7 +98,7 @@ def split_experts(module: nn.Module) -> FusedExperts | None:
     Raises:
         CannotSplit: they do not, or the module is called in another way.
     """
-    names = _fused_names(module)
+    names = fused_names(module)
     if not names:
         return None
     failures = []
@@ -122,7 +122,7 @@ def run_split(experts: Iterable[FusedExperts]) -> AbstractContextManager[None]:
     return replaced("forward", {item.module: item.forward for item in experts})
 
 
-def _fused_names(module: nn.Module) -> list[str]:
+def fused_names(module: nn.Module) -> list[str]:
     """Names of the 3-D parameters of fused experts, first the one that takes the input; empty if there are none."""
     names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
     up = [name for name in _UP if name in names]
@@ -177,7 +177,7 @@ def _builders(module: nn.Module) -> list[Callable]:
     Each is a function (module, layers) -> (forward, examples): forward computes with the layers what the module may
     compute, and examples() makes arguments to compare both with.
     """
-    if _fused_names(module) == ["weight"]:
+    if fused_names(module) == ["weight"]:
         return [lambda m, layers, kind=kind: _grouped(layers, kind) for kind in (list, torch.tensor)]
     count = len(_arguments(module))
     if count == 3:

@@ -13,17 +13,15 @@ from transformers.utils import cached_file
 
 from ..config import DTYPES
 from ..errors import UserError, has_control, show
-from ..notes import warn
 from ..register_packed import METHOD
 from .busy import warn_if_busy
 from .checks import auto_class, check_loaded, check_quantization, check_stored_types, loading_errors, weight_files
 from .hub import hub_options
 from .pack import unpack_
 from .packed import packed_weights
-from .placement import move_the_rest
+from .place import place
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_WEIGHTS_SHARE = 0.8  # of the free memory of a GPU that the weights of a resident model may take
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
 
 
@@ -48,6 +46,7 @@ def load_model(
     trust_remote_code: bool = False,
     engine: str = "resident",
     max_bytes: int | None = None,
+    offload: bool = False,
 ) -> LoadedModel:
     """Load a causal language model, or a multimodal model that contains one, and its tokenizer.
 
@@ -62,8 +61,11 @@ def load_model(
         allow_pickle: read pytorch_model.bin if there is no safetensors file. A pickle can run code.
         trust_remote_code: run the Python code that comes with the model.
         engine: "resident": the whole model on the device; "streamed": its decoder blocks stay in RAM, or unread in the
-            files of the model, for the engine of that name; "auto": streamed if the weights do not fit the GPU.
+            files of the model, for the engine of that name; "sharded": its decoder blocks are divided over the ranks of
+            the process group, all of which must call this; "auto": resident if the weights fit the GPU, else sharded
+            over several ranks, else streamed.
         max_bytes: of the GPU's memory that "auto" may count on; None: what is free.
+        offload: of a sharded model, keep the blocks in RAM until they compute.
 
     Raises:
         UserError: the name, device or dtype is unknown; files are unreadable, incomplete or quantised; the model is no
@@ -85,28 +87,10 @@ def load_model(
             model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code)
             model = _unpacked(model, dtype)
     with loading_errors(f"model {name!r} cannot be moved to {target}"):
-        if target.type == "cuda" and (
-            engine == "streamed" or (engine == "auto" and not _fits(model, target, max_bytes))
-        ):
-            move_the_rest(model, target)
-        else:
-            model = model.to(target)
+        place(model, target, engine, max_bytes=max_bytes, offload=offload)
     model = model.eval()
     model.config.name_or_path = name
     return LoadedModel(model, tokenizer)
-
-
-def _fits(model: PreTrainedModel, device: torch.device, max_bytes: int | None) -> bool:
-    """Whether the weights of a model fit a GPU, with room for the activations of a run."""
-    needed, free = sum(p.nbytes for p in model.parameters()), torch.cuda.mem_get_info(device)[0]
-    free = min(free, max_bytes or free)
-    if needed <= _WEIGHTS_SHARE * free:
-        return True
-    warn(
-        f"the weights take {needed / 2**30:.0f} GiB, and {device} has {free / 2**30:.0f} GiB for them: the decoder "
-        f"blocks are streamed, see --engine"
-    )
-    return False
 
 
 def load_packed(

@@ -1,4 +1,4 @@
-"""Where the parts of a model lie: all on one device, or the decoder blocks apart from the rest."""
+"""Where the parts of a model lie: all on one device, the decoder blocks apart from the rest, or divided over ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .targets import find_blocks
 
@@ -22,6 +24,16 @@ def blocks_lie_apart(model: nn.Module) -> bool:
     devices = set(rest.values())
     blocks = {p.device.type for p in find_blocks(model)[1].parameters() if id(p) not in rest}
     return len(devices) == 1 and blocks == {"cpu"} and devices.pop().type != "cpu"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the weights of the decoder blocks are divided over the ranks, as sharding.shard_() does it."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
+    decoder, blocks = model.base_model, find_blocks(model)[1]
+    if decoder is model or not all(isinstance(module, FSDPModule) for module in (decoder, *blocks)):
+        return False
+    return not any(isinstance(parameter, DTensor) for parameter in parameters_of_the_rest(model))
 
 
 def move_the_rest(model: nn.Module, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Refuses models that cannot be pruned in place and saved as they are, before any work is done.
 
-Pruning writes to plain tensors on one device. Wrappers, compiled or parametrised modules, adapters, quantised, sharded
-or offloaded weights, and weights that share memory are named in one line that says what to do.
+Pruning writes to plain tensors on one device, or to a model of sharding.shard_(). Wrappers, compiled or parametrised
+modules, adapters, weights that are quantised, offloaded or sharded in another way, and weights that share memory are
+named in one line that says what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrize
 from ..errors import UserError
 from .arguments import expect_model
 from .checks import check_quantization
-from .placement import blocks_lie_apart
+from .placement import blocks_lie_apart, is_sharded
 from .targets import find_blocks
 
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "DeepSpeedEngine"}
@@ -34,6 +35,8 @@ def check_plain(model: nn.Module) -> None:
     Raises:
         UserError: naming the first module or tensor that is in the way, and what to do.
     """
+    if isinstance(model, nn.Module) and is_sharded(model):  # shard_() has checked it
+        return
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         for fault_of in (_compiled, _wrapped, _quantised, _adapted, _parametrised):
             fault = fault_of(module, name)
@@ -67,7 +70,7 @@ def _unwrap(name: str, attribute: str) -> str:
 def _wrapped(module: nn.Module, name: str) -> str | None:
     classes = {base.__name__ for base in type(module).__mro__}
     if classes & _SHARDING:
-        return "is sharded by FSDP, so no process holds all its weights; load the whole model in one process"
+        return "is sharded by FSDP in another way; load the model by load_model(name, engine='sharded')"
     if classes & _WRAPPERS:
         return f"is wrapped by {type(module).__name__}; {_unwrap(name, 'module')}"
     hook = getattr(module, "_hf_hook", None)
@@ -144,7 +147,7 @@ def _fault_of_tensor(tensor: Tensor) -> str | None:
     """Why a parameter is no plain tensor, or None."""
     kind = type(tensor)
     if {base.__name__ for base in kind.__mro__} & _SHARDING:
-        return f"is sharded ({kind.__name__}), so no process holds all of it; load the whole model in one process"
+        return f"is sharded ({kind.__name__}) in another way; load the model by load_model(name, engine='sharded')"
     quantiser = kind.__module__.split(".")[0] in _QUANTISERS
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         return "has no shape yet; run the model once, so that it is initialised"

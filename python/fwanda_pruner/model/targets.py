@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from ..config import PruneConfig
 from ..errors import UserError, one_line
-from .experts import CannotSplit, Slice, count_experts, split_experts
+from .experts import CannotSplit, Slice, count_experts, fused_names, split_experts
+from .shares import whole
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -60,11 +62,13 @@ class Skipped:
         name: dotted path of the parameter, module or part.
         parameters: one matrix, or all parameters of a part.
         reason: why it is not pruned.
+        block: index of the decoder block whose weights must be in memory to read a slice of fused experts; else None.
     """
 
     name: str
     parameters: tuple[Tensor, ...]
     reason: str
+    block: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,7 +135,7 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
                 else:
                     targets.append(Target(name, index, module))
             else:
-                expert_targets, dense = _find_experts(name, index, module)
+                expert_targets, dense = _find_experts(name, index, block, module)
                 targets += expert_targets
                 skipped += dense
     if not targets:
@@ -167,20 +171,21 @@ def _check_dtype(name: str, weight: Tensor) -> None:
         raise UserError(f"{name} is {weight.dtype}; load the model in bf16, fp16 or fp32")
 
 
-def _find_experts(name: str, block: int, module: nn.Module) -> tuple[list[Target], list[Skipped]]:
-    """The experts of a module that is not a linear layer; if it holds none, its matrices as skipped."""
+def _find_experts(name: str, index: int, block: nn.Module, module: nn.Module) -> tuple[list[Target], list[Skipped]]:
+    """The experts of a module of a block that is not a linear layer; if it holds none, its matrices as skipped."""
     try:
-        experts = split_experts(module)
+        with whole(block) if fused_names(module) else nullcontext():
+            experts = split_experts(module)
     except CannotSplit as error:
         return [], _skip_matrices(name, module, str(error))
     if experts is None:
         return [], _skip_matrices(name, module, f"a parameter of {type(module).__name__}, which is not a linear layer")
     targets = []
-    for index in range(count_experts(module)):
+    for expert in range(count_experts(module)):
         for key, layers in experts.layers.items():
-            _check_dtype(f"{name}.{key}", layers[index].weight)
-            path = f"{name}.{index}" if key == "weight" else f"{name}.{index}.{key}"
-            targets.append(Target(path, block, layers[index], Slice(experts, f"{name}.{key}", index)))
+            _check_dtype(f"{name}.{key}", layers[expert].weight)
+            path = f"{name}.{expert}" if key == "weight" else f"{name}.{expert}.{key}"
+            targets.append(Target(path, index, layers[expert], Slice(experts, f"{name}.{key}", expert)))
     return targets, []
 
 
@@ -242,14 +247,18 @@ def select_targets(
     for target in targets:
         excluding = next((glob for glob in config.exclude if fnmatch.fnmatchcase(target.name, glob)), None)
         if excluding is not None:
-            unselected.append(Skipped(target.name, (target.weight,), f"excluded by --exclude {excluding}"))
+            unselected.append(_unselected(target, f"excluded by --exclude {excluding}"))
         elif config.include and not any(fnmatch.fnmatchcase(target.name, glob) for glob in config.include):
-            unselected.append(Skipped(target.name, (target.weight,), "not matched by --include"))
+            unselected.append(_unselected(target, "not matched by --include"))
         else:
             selected.append(target)
     if not selected:
         raise UserError("--include and --exclude leave no matrix to prune")
     return selected, unselected + skipped
+
+
+def _unselected(target: Target, reason: str) -> Skipped:
+    return Skipped(target.name, (target.weight,), reason, None if target.slice_of is None else target.block)
 
 
 def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) -> None:

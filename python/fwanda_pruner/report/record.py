@@ -95,7 +95,7 @@ class Report:
         backends: op of fwanda_kernels -> the backend that comes first for it on the device of the run. None in records
             of older versions.
         engine: how text went through the model: "resident", all weights on one device; "streamed", a few decoder blocks
-            at a time.
+            at a time; "sharded", divided over the ranks.
         segment: decoder blocks that were on the device at a time; None if all were.
         bytes_loaded: of weights that were copied to the device, again and again; None if all stayed there.
         ranks: number of processes that shared the run.

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..model.arguments import expect_model, expect_type
-from ..model.targets import find_targets
+from ..model.shares import whole
+from ..model.targets import find_blocks, find_targets
 from ..report.record import Report
 
 
@@ -30,6 +31,7 @@ def masks(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
     """
     expect_model(model)
     expect_type("report", report, Report, "give what prune() returned", needed=True)
+    blocks = find_blocks(model)[1]
     weights = {target.name: target for target in find_targets(model)[0]}
     for row in report.matrices:
         if row.skipped is not None:
@@ -37,4 +39,6 @@ def masks(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
         target = weights.get(row.name)
         if target is None or tuple(target.shape) != tuple(row.shape):
             raise UserError(f"the model has no matrix {row.name} {list(row.shape)}: the report is of another model")
-        yield row.name, target.weight != 0
+        with whole(blocks[target.block]):
+            mask = target.weight != 0
+        yield row.name, mask

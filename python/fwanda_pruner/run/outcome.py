@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,6 +17,7 @@ from ..engine.engine import Engine
 from ..engine.loop import PassRecord
 from ..evaluate.perplexity import check_pruned, perplexity_of
 from ..measure.statistics import Statistics
+from ..model.shares import gathered
 from ..model.targets import Skipped
 from ..notes import warn
 from ..report.record import MatrixRow, Report, first_backends, versions
@@ -59,10 +61,12 @@ def perplexity(texts: Texts, dense: dict[str, float], pruned: dict[str, float], 
     ]
 
 
-def skipped_row(item: Skipped) -> MatrixRow:
+def skipped_row(engine: Engine, item: Skipped) -> MatrixRow:
     """The row of the record for a matrix that is not pruned."""
     size = sum(p.numel() for p in item.parameters)
-    return MatrixRow(item.name, item.shape, size, size, sum(count_zeros(item.parameters)), skipped=item.reason)
+    with nullcontext() if item.block is None else engine.block(item.block):
+        zeros = sum(count_zeros(map(gathered, item.parameters)))
+    return MatrixRow(item.name, item.shape, size, size, zeros, skipped=item.reason)
 
 
 def report(

@@ -169,7 +169,7 @@ def run_prune(
         perplexity = outcome.perplexity(texts, dense, stages.pruned_perplexity(stage, engine, texts), tokenizer)
         outcome.warn_of_zeros(pruned.rows)
         outcome.warn_of_damage(config, model, perplexity, pruned.domains)
-        rows = [*pruned.rows, *map(outcome.skipped_row, skipped)]
+        rows = [*pruned.rows, *(outcome.skipped_row(engine, item) for item in skipped)]
         report = outcome.report(stage, engine, config, texts, pruned, rows, perplexity, energy, sampling_energy)
     return report, pruned.choice
 

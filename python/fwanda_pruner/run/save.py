@@ -10,6 +10,7 @@ from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
+from ..model.placement import is_sharded
 from ..model.targets import is_multimodal
 from ..notes import warn
 from ..report.card import model_card
@@ -45,7 +46,7 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
 
     A hidden folder beside `output` takes all files. It is renamed to `output` once they are checked and on disk. On any
     failure neither folder remains; with `overwrite`, the old folder comes back. If several ranks share a run, the
-    first writes, and the others do nothing.
+    first writes; of a sharded model, the others give it their shares.
 
     Args:
         model: the pruned model; written in its own dtype.
@@ -64,9 +65,14 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         UserWarning: tensors or files of the folder that the model was loaded from are not in the new one; or some
             matrices were not found in the files, so their zeros were not counted.
     """
-    if not Ranks.current().first:
-        return
     form = _format_of(report)
+    if is_sharded(model) and form is not dense:
+        raise UserError(
+            f"a sharded model is saved in the form dense, got {report.config['save']}; use fwanda pack on it"
+        )
+    if not Ranks.current().first:
+        dense.give_shares(model)
+        return
     with atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):
             form.write(folder, model, tokenizer)
@@ -103,7 +109,7 @@ def verify_finished(output: str | Path, config: PruneConfig, *, model: str, stat
     """
     remove_leftovers(output)
     report = Report.load(output)
-    written = {"save": "dense"} | report.config  # older records name no format
+    written = {"save": "dense", "offload": False} | report.config  # older records lack these
     for key, value in _settings_to_compare(report, config, model, statistics).items():
         if written.get(key) != value:
             raise UserError(

@@ -130,7 +130,7 @@ def sampled(
     Raises:
         UserError: not all weights are on the device.
     """
-    if engine.name == "streamed":
+    if engine.name != "resident":
         raise UserError("the model writes text only with --engine resident; use that, or another text than 'self'")
     with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
         tokens = stage(

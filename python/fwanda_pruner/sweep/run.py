@@ -102,6 +102,10 @@ def run(
     check_plain(model)
     progress = progress and ranks.first
     engine = make_engine(model, find_targets(model)[0], recipe.cells[0])
+    if engine.name == "sharded":
+        raise UserError(
+            "a sweep keeps a copy of all weights on each rank, so they cannot be sharded; use --engine streamed"
+        )
     names = {name for config in recipe.cells for name in _text_names(config)}
     texts = {name: local_sha256(name) for name in names}
     sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
