@@ -33,17 +33,27 @@ class Launcher:
         self._process.stdin.close()
         self._process.wait(60)
 
-    def run(self, ranks: int, folder: Path, command: list[str] | None = None, fault: tuple | None = None) -> Job:
-        """Runs a command of `fwanda` on some ranks, or without one what tests/rank_worker.py does.
+    def run(
+        self,
+        ranks: int,
+        folder: Path,
+        command: list[str] | None = None,
+        fault: tuple | None = None,
+        *,
+        worker: str = "rank_worker",
+    ) -> Job:
+        """Runs a command of `fwanda` on some ranks, or without one what a worker does.
 
         Args:
             ranks: their number.
             folder: for the streams and results of the ranks.
             command: arguments.
             fault: rank, stage and kind.
+            worker: name of a module of tests/ that has main(folder).
         """
         folder.mkdir()
-        job = {"ranks": ranks, "folder": str(folder), "command": command, "worker": command is None, "fault": fault}
+        worker = worker if command is None else None
+        job = {"ranks": ranks, "folder": str(folder), "command": command, "worker": worker, "fault": fault}
         print(json.dumps(job), file=self._process.stdin, flush=True)
         codes = json.loads(self._process.stdout.readline())["codes"]
         streams = ("".join((folder / f"{rank}.{s}").read_text() for rank in range(ranks)) for s in ("out", "err"))

@@ -3,8 +3,9 @@
 It reads a job as a line of JSON from standard input and answers with a line on standard output. As torchrun does, it
 holds the store of the ranks, and stops all ranks when one fails.
 
-A job is {"ranks": N, "folder": where each rank writes its streams as RANK.out and RANK.err, "worker": true or
-"command": [arguments of `fwanda`], "fault": [rank, stage, kind] or null}. The answer is {"codes": [exit codes]}.
+A job is {"ranks": N, "folder": where each rank writes its streams as RANK.out and RANK.err, "command": [arguments of
+`fwanda`] or null, "worker": the module of tests/ whose main(folder) runs without a command, "fault": [rank, stage,
+kind] or null}. The answer is {"codes": [exit codes]}.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import rank_worker
+import shard_worker
 import torch
 import torch.distributed as dist
 import tqdm
@@ -29,6 +31,7 @@ from fwanda_pruner import cli
 from fwanda_pruner.run import save
 from fwanda_pruner.run.stage import Stages
 
+WORKERS = {module.__name__: module.main for module in (rank_worker, shard_worker)}
 PATIENCE = 30  # seconds after which a rank that was told to stop is killed, as by torchrun
 
 tqdm.tqdm.monitor_interval = 0  # no thread of its own, whose lock a forked process could never get
@@ -77,7 +80,8 @@ def start(job: dict, rank: int, port: int) -> int:
             os.dup2(os.open(Path(job["folder"], f"{rank}.{suffix}"), os.O_WRONLY | os.O_CREAT), stream)
         if job.get("fault"):
             plant(*job["fault"])
-        code = rank_worker.main(Path(job["folder"])) if job.get("worker") else cli.main(job["command"])
+        worker = WORKERS.get(job["worker"])
+        code = worker(Path(job["folder"])) if worker else cli.main(job["command"])
     except BaseException:
         traceback.print_exc()
     finally:

@@ -22,7 +22,7 @@ from ..model.sharding import gathered_parts
 from .audit import Part, WrongZeros, ZeroCount, audit, stored_tensors
 from .files import system_error
 
-_FILE_BYTES = 5 * 10**9
+FILE_BYTES = 5 * 10**9
 
 load = load_model  # a dense folder is an ordinary model
 
@@ -49,13 +49,13 @@ def write(folder: Path, model, tokenizer) -> None:
         if is_sharded(model):
             _write_parts(folder, model)
         else:
-            model.save_pretrained(folder, max_shard_size=_FILE_BYTES)
+            model.save_pretrained(folder, max_shard_size=FILE_BYTES)
 
 
 def _write_parts(folder: Path, model) -> None:
     """Writes the weights that several ranks share, with one file in memory at a time; see gathered_parts()."""
     parts = []
-    for weights in gathered_parts(model, _FILE_BYTES):
+    for weights in gathered_parts(model, FILE_BYTES):
         model.save_pretrained(folder, state_dict=weights, max_shard_size=2**60)
         parts.append((folder / SAFE_WEIGHTS_NAME).rename(folder / f"part-{len(parts)}"))
     if len(parts) == 1:
@@ -74,7 +74,7 @@ def _write_parts(folder: Path, model) -> None:
 def give_shares(model) -> None:
     """What the other ranks do while the first calls write()."""
     if is_sharded(model):
-        for _ in gathered_parts(model, _FILE_BYTES):
+        for _ in gathered_parts(model, FILE_BYTES):
             pass
 
 
