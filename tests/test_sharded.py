@@ -7,8 +7,8 @@ import pytest
 import shard_worker
 import tiny
 import torch
-from helpers_cli import arguments, fwanda, make_folder
-from helpers_ranks import Launcher, torchrun
+from helpers_cli import arguments, make_folder
+from helpers_ranks import Launcher
 from safetensors.torch import load_file
 from test_torchrun import own_lines
 from transformers import AutoModelForCausalLM
@@ -65,7 +65,7 @@ def test_at_most_two_blocks_are_whole_at_a_time_and_none_at_the_end(found):
     for size in SIZES:
         for rank in found[size]:
             *during, after = rank["whole blocks"]
-            assert max(during) <= 2 and len(during) > 100 and after == 0
+            assert max(during) <= 2 and len(during) > 80 and after == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -140,14 +140,12 @@ def command_of(folder: Path, out: Path, engine: str) -> list[str]:
     return arguments(folder, out, "--engine", engine, "--eval", str(folder / "eval.txt"), method="fsparsegpt")
 
 
-def test_prune_under_torchrun(folder, tmp_path, launcher):
-    done = torchrun(2, *command_of(folder, tmp_path / "sharded", "sharded"))
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "sharded" / "fwanda.json").read_text())
-    assert (record["engine"], record["ranks"]) == ("sharded", 2)
-    assert launcher.run(1, tmp_path / "streams", command_of(folder, tmp_path / "one", "resident")).codes == [0]
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("sharded", "one")]
-    assert files[0] == files[1]
+@pytest.fixture(scope="module")
+def whole(folder, launcher) -> bytes:
+    """The weights that one resident rank writes."""
+    done = launcher.run(1, folder / "streams", command_of(folder, folder / "whole", "resident"))
+    assert done.codes == [0], done.stderr
+    return (folder / "whole" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.fault("rank fails")
@@ -160,7 +158,9 @@ def test_prune_under_torchrun(folder, tmp_path, launcher):
         ((1, "prune", "memory"), "rank 1 of 2: CUDA out of memory; use a smaller --micro-batch"),
     ],
 )
-def test_a_rank_that_fails_ends_all_with_one_line_and_the_run_resumes(folder, tmp_path, launcher, fault, line):
+def test_a_rank_that_fails_ends_all_with_one_line_and_the_run_resumes_on_more_ranks(
+    folder, tmp_path, launcher, whole, fault, line
+):
     command = command_of(folder, tmp_path / "out", "sharded")
     done = launcher.run(2, tmp_path / "streams", command, fault)
     assert all(done.codes)
@@ -169,12 +169,6 @@ def test_a_rank_that_fails_ends_all_with_one_line_and_the_run_resumes(folder, tm
     assert not (tmp_path / "out").exists()
     done = launcher.run(3, tmp_path / "streams again", [*command, "--resume"])
     assert not any(done.codes), done.stderr
-    assert launcher.run(1, tmp_path / "streams one", command_of(folder, tmp_path / "one", "resident")).codes == [0]
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "one")]
-    assert files[0] == files[1]
-
-
-def test_one_process_is_refused_on_the_command_line(folder, tmp_path):
-    done = fwanda(command_of(folder, tmp_path / "out", "sharded"))
-    assert done.returncode == 2
-    assert own_lines(done.stderr)[-1].endswith("start it by torchrun, or use --engine streamed")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
+    record = json.loads((tmp_path / "out" / "fwanda.json").read_text())
+    assert (record["engine"], record["ranks"]) == ("sharded", 3)
