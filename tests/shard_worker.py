@@ -22,6 +22,7 @@ from fwanda_pruner.allocate import response
 from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.formats import dense
 from fwanda_pruner.measure.statistics import measure_statistics
+from fwanda_pruner.model.read_shares import can_read_shares
 from fwanda_pruner.model.sharding import gathered_parts, shard_
 from fwanda_pruner.model.targets import find_targets
 
@@ -141,6 +142,7 @@ def save_folders(folder: Path) -> None:
     for name in ("llama", "mixtral"):
         for engine in ("sharded", "resident"):
             model = fwanda_pruner.load_model(folder / name, device="cpu", engine=engine).model
+            assert engine == "resident" or can_read_shares(CPU)
             report = pruned(model, {"method": "fwanda", "engine": engine})
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from .arguments import build_parser
 from .commands import Result
-from .errors import OtherRankError, UserError, install_hint, one_line
-from .launch import Job, ended_if_stuck, is_lost_connection, is_rank, joined
+from .errors import OtherRankError, UserError, install_hint, is_lost_connection, one_line
+from .launch import Job, ended_if_stuck, is_rank, joined
 from .terminal import discard, say, styled
 
 _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither package is imported yet

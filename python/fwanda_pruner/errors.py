@@ -2,6 +2,7 @@
 
 import difflib
 import reprlib
+import sys
 import unicodedata
 from collections.abc import Iterable
 
@@ -80,3 +81,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message that asks for the known word most like a mistyped one; "" if none is like it."""
     close = difflib.get_close_matches(word[:80], list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or any(name in str(error).lower() for name in ("gloo", "nccl"))

@@ -201,14 +201,6 @@ def joined(job: Job | None, run: Callable) -> Iterator[None]:
     job.leave()
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or any(name in str(error).lower() for name in ("gloo", "nccl"))
-
-
 @contextlib.contextmanager
 def ended_if_stuck(end: Callable[[], None]) -> Iterator[None]:
     """Inside the block, a process that got SIGTERM and still runs some seconds later calls `end`, from a thread.

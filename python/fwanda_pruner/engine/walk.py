@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..model.attributes import called_as
-from ..model.placement import is_sharded
+from ..model.placement import decoder_of, is_sharded
 from ..model.targets import find_blocks
 from .device import model_device
 from .loop import PassSettings, run_windows
@@ -210,10 +210,10 @@ class BlockWalk:
             raise _FirstBlock(args[0] if args else kwargs["hidden_states"])
 
         # a forward pass that ends early must not begin for the hooks of FSDP
-        base = self._model.base_model
+        decoder = decoder_of(self._model)
         try:
-            with called_as({base: base.forward, self.blocks[0]: first}):
-                base(input_ids=ids.to(self.device), use_cache=False)
+            with called_as({decoder: decoder.forward, self.blocks[0]: first}):
+                self._model.base_model(input_ids=ids.to(self.device), use_cache=False)
         except _FirstBlock as reached:
             return reached.args[0]
         raise AssertionError("the first block was not called")

@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ..errors import UserError
+from ..errors import UserError, is_lost_connection
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -123,6 +123,8 @@ def loading_errors(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if is_lost_connection(error):
+            raise
         text = " ".join(str(error).split()) or type(error).__name__
         if len(text) > _LONGEST_HEAD + _LONGEST_TAIL + 5:
             text = f"{text[:_LONGEST_HEAD]} ... {text[-_LONGEST_TAIL:]}"

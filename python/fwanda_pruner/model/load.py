@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from .hub import hub_options
 from .pack import unpack_
 from .packed import packed_weights
 from .place import place
+from .read_shares import can_read_shares, read_shares
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
@@ -84,7 +87,12 @@ def load_model(
         if gguf:
             model, tokenizer = _load_gguf(gguf, getattr(torch, dtype or "float32"))
         else:
-            model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code)
+            shares = (
+                partial(read_shares, device=target, offload=offload)
+                if engine == "sharded" and can_read_shares(target)
+                else None
+            )
+            model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code, shares)
             model = _unpacked(model, dtype)
     with loading_errors(f"model {name!r} cannot be moved to {target}"):
         place(model, target, engine, max_bytes=max_bytes, offload=offload)
@@ -214,7 +222,8 @@ def _load_gguf(file: Path, dtype: torch.dtype):
     return load_gguf(file, dtype)
 
 
-def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code: bool):
+def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code: bool, read: Callable | None = None):
+    """The model on the CPU, or as read_shares() reads it; and its tokenizer."""
     folder = _folder(name)
     files = weight_files(folder, name, allow_pickle=allow_pickle) if folder else []
     options = {} if folder else hub_options(name)
@@ -228,7 +237,8 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
         check_stored_types(files, name)
     model_class = auto_class(config, name, trust_remote_code)
     with loading_errors(f"model {name!r} cannot be loaded"):
-        model, info = model_class.from_pretrained(
+        read = model_class.from_pretrained if packed or read is None else partial(read, model_class, config)
+        model, info = read(
             name,
             dtype=getattr(torch, dtype) if dtype and not packed else "auto",
             use_safetensors=None if allow_pickle else True,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..notes import warn
-from .placement import move_the_rest
+from .placement import is_sharded, move_the_rest
 from .sharding import least_of_ranks, rank_count, shard_
 
 _WEIGHTS_SHARE = 0.8  # of the free memory of a GPU that weights may take; the rest is for activations
@@ -30,6 +30,8 @@ def place(model: nn.Module, device: torch.device, engine: str, *, max_bytes: int
     """
     if engine == "auto":
         engine = "resident" if device.type == "cpu" else _chosen(model, device, max_bytes)
+    if is_sharded(model):  # read_shares() has read it
+        return
     if engine == "sharded":
         shard_(model, device, offload=offload)
     elif engine == "streamed" and device.type != "cpu":

@@ -26,12 +26,18 @@ def blocks_lie_apart(model: nn.Module) -> bool:
     return len(devices) == 1 and blocks == {"cpu"} and devices.pop().type != "cpu"
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of a model that holds its decoder blocks, without the output head; the model itself if there is none."""
+    first, _, rest = find_blocks(model)[0].partition(".")
+    return model.get_submodule(first) if rest else model
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether the weights of the decoder blocks are divided over the ranks, as sharding.shard_() does it."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return False
-    decoder, blocks = model.base_model, find_blocks(model)[1]
-    if decoder is model or not all(isinstance(module, FSDPModule) for module in (decoder, *blocks)):
+    decoder, blocks = decoder_of(model), find_blocks(model)[1]
+    if not all(isinstance(module, FSDPModule) for module in (decoder, *blocks)):
         return False
     return not any(isinstance(parameter, DTensor) for parameter in parameters_of_the_rest(model))
 

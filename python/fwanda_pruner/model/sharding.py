@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from ..errors import UserError
-from .placement import move_the_rest, parameters_of_the_rest
+from .placement import decoder_of, move_the_rest, parameters_of_the_rest
 from .plain import check_plain
 from .shares import whole
 from .targets import find_blocks
@@ -20,6 +20,11 @@ from .targets import find_blocks
 def rank_count() -> int:
     """Processes over which weights can be divided."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def mesh_of(device: torch.device) -> DeviceMesh:
+    """All ranks, on devices of a kind."""
+    return init_device_mesh(device.type, (rank_count(),))
 
 
 def least_of_ranks(value: int, device: torch.device) -> int:
@@ -45,6 +50,13 @@ def shard_(model: nn.Module, device: torch.device, *, offload: bool = False) -> 
     Raises:
         UserError: there is one process, or the model's blocks cannot be divided.
     """
+    check_plain(model)
+    wrap_(model, device, offload=offload)
+    move_the_rest(model, device)
+
+
+def wrap_(model: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Divides the decoder blocks as shard_() does; they may be on the meta device. All else stays where it is."""
     if rank_count() == 1:
         raise UserError(
             "--engine sharded divides the weights over several ranks, got one process; start it by torchrun, or use "
@@ -52,20 +64,17 @@ def shard_(model: nn.Module, device: torch.device, *, offload: bool = False) -> 
         )
     if offload and device.type == "cpu":
         raise UserError("--offload keeps weights in RAM instead of on GPUs, but the device is the CPU; leave it out")
-    check_plain(model)
     _check_blocks(model)
     model.requires_grad_(False)
-    outside = set(parameters_of_the_rest(model))
-    move_the_rest(model, device)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    options = {"mesh": init_device_mesh(device.type, (rank_count(),)), "ignored_params": outside}
+    options = {"mesh": mesh_of(device), "ignored_params": set(parameters_of_the_rest(model))}
     for block in find_blocks(model)[1]:
         fully_shard(block, reshard_after_forward=True, offload_policy=policy, **options)
-    fully_shard(model.base_model, **options)  # holds no weights; lets a block's weights travel while another computes
+    fully_shard(decoder_of(model), **options)  # holds no weights; lets a block's weights travel while another computes
 
 
 def _check_blocks(model: nn.Module) -> None:
-    if model.base_model is model:
+    if decoder_of(model) is model:
         raise UserError(f"{type(model).__name__} has no decoder apart from its head, so it cannot be sharded")
     owners: dict[nn.Parameter, int] = {}
     for index, block in enumerate(find_blocks(model)[1]):
