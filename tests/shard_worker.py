@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import fwanda_pruner
 from fwanda_pruner.allocate import response
 from fwanda_pruner.engine.engine import make_engine
+from fwanda_pruner.engine.model_windows import ModelWindows
 from fwanda_pruner.formats import dense
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.read_shares import can_read_shares
@@ -154,6 +155,20 @@ def save_folders(folder: Path) -> None:
         dist.barrier()
 
 
+def little_memory(model: nn.Module) -> None:
+    """A run whose first pass does not fit the memory."""
+    run = ModelWindows.run
+
+    def scarce(*_) -> None:
+        raise torch.OutOfMemoryError
+
+    ModelWindows.run = scarce
+    try:
+        pruned(model, {"engine": "sharded"})
+    finally:
+        ModelWindows.run = run
+
+
 def refusals() -> dict[str, str]:
     """What is refused, by name."""
     model = sharded(LLAMA)
@@ -164,6 +179,7 @@ def refusals() -> dict[str, str]:
         "packed": lambda: fwanda_pruner.save_pruned(model, None, pruned(model, {"save": "packed"}), "never"),
         "plain": lambda: pruned(LLAMA(), {"engine": "sharded"}),
         "offload": lambda: shard_(LLAMA(), CPU, offload=True),
+        "memory": partial(little_memory, model),
     }
     messages = {}
     for name, call in calls.items():
