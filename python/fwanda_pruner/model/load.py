@@ -87,11 +87,8 @@ def load_model(
         if gguf:
             model, tokenizer = _load_gguf(gguf, getattr(torch, dtype or "float32"))
         else:
-            shares = (
-                partial(read_shares, device=target, offload=offload)
-                if engine == "sharded" and can_read_shares(target)
-                else None
-            )
+            by_share = engine == "sharded" and not offload and can_read_shares(target)
+            shares = partial(read_shares, device=target) if by_share else None
             model, tokenizer = _load_hf(name, dtype, allow_pickle, trust_remote_code, shares)
             model = _unpacked(model, dtype)
     with loading_errors(f"model {name!r} cannot be moved to {target}"):

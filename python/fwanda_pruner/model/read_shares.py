@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .sharding import mesh_of, rank_count, wrap_
-from .shares import gathered
+from .sharding import rank_count, wrap_
 from .targets import find_blocks
 
 try:  # newer versions of transformers
@@ -22,7 +21,7 @@ except ImportError:
 def can_read_shares(device: torch.device) -> bool:
     """Whether transformers can read shares, onto this device; it takes the GPU of the local rank."""
     fields = getattr(DistributedConfig, "__dataclass_fields__", {})
-    if rank_count() == 1 or not {"fsdp_size", "fsdp_plan", "fsdp_cpu_offload"} <= set(fields):
+    if rank_count() == 1 or not {"fsdp_size", "fsdp_plan"} <= set(fields):
         return False
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or device.type != accelerator.type:
@@ -30,7 +29,7 @@ def can_read_shares(device: torch.device) -> bool:
     return int(os.environ.get("LOCAL_RANK", "-1")) == (device.index or 0)
 
 
-def read_shares(model_class: type, config, name: str, device: torch.device, *, offload: bool, **options):
+def read_shares(model_class: type, config, name: str, device: torch.device, **options):
     """Reads a model in place of model_class.from_pretrained(), as shard_() would divide it.
 
     transformers reads shares only into blocks that it has wrapped itself, together with the embeddings and the head.
@@ -41,7 +40,6 @@ def read_shares(model_class: type, config, name: str, device: torch.device, *, o
         config: of the model.
         name: a folder, or an id of the hub.
         device: of this rank.
-        offload: as shard_().
         **options: of from_pretrained().
 
     Returns:
@@ -56,9 +54,9 @@ def read_shares(model_class: type, config, name: str, device: torch.device, *, o
     if _some_rank_without_experts(model):
         return model_class.from_pretrained(name, **options)
     blocks = find_blocks(model)[0]
-    wrap_(model, device, offload=offload)
+    wrap_(model, device)
     plan = {f"{blocks}.*": "free_full_weight"}
-    shares = DistributedConfig(fsdp_size=rank_count(), fsdp_plan=plan, fsdp_cpu_offload=offload)
+    shares = DistributedConfig(fsdp_size=rank_count(), fsdp_plan=plan)
     source, info = model_class.from_pretrained(name, distributed_config=shares, **options)
     _move(source, model, f"{blocks}.", device)
     return model, info
@@ -78,23 +76,21 @@ def _move(source: nn.Module, model: nn.Module, blocks: str, device: torch.device
         model.generation_config = source.generation_config
     for name, buffer in source.named_buffers():
         module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, gathered(buffer).to(device))
+        setattr(model.get_submodule(module), key, buffer.to(device))
     whole: dict[int, Tensor] = {}
     weights = {}
     for name, weight in source.state_dict(keep_vars=True).items():
         if name.startswith(blocks):
-            weights[name] = _share(weight)
+            weights[name] = weight
         else:
             if id(weight) not in whole:
-                whole[id(weight)] = gathered(weight.detach()).to(device)
+                whole[id(weight)] = _whole(weight.detach()).to(device)
             weights[name] = whole[id(weight)]
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False)
     model.tie_weights()
 
 
-def _share(weight: Tensor) -> Tensor:
-    if not isinstance(weight, DTensor):
-        return weight
-    local, layout = weight.detach().to_local(), {"shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(local, mesh_of(weight.device), weight.placements[-1:], run_check=False, **layout)
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor, gathered from all ranks if it is divided over them."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -55,7 +55,7 @@ def shard_(model: nn.Module, device: torch.device, *, offload: bool = False) -> 
     move_the_rest(model, device)
 
 
-def wrap_(model: nn.Module, device: torch.device, *, offload: bool) -> None:
+def wrap_(model: nn.Module, device: torch.device, *, offload: bool = False) -> None:
     """Divides the decoder blocks as shard_() does; they may be on the meta device. All else stays where it is."""
     if rank_count() == 1:
         raise UserError(

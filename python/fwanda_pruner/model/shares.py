@@ -26,12 +26,12 @@ def whole(block: nn.Module) -> Iterator[None]:
 def keep_share_(share: Tensor, weight: Tensor) -> None:
     """Copies the rows of this rank from a whole weight into its share, a DTensor. Other tensors stay as they are."""
     if isinstance(share, DTensor):
-        mesh, local = share.device_mesh, share.to_local()
+        mesh, local = share.device_mesh, own_part(share)
         rows = -(-len(weight) // mesh.size())  # of all ranks but the last ones
         start = rows * mesh.get_local_rank()
         local.copy_(weight[start : start + len(local)])
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor. All ranks must call this for a tensor that is divided over them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def own_part(tensor: Tensor) -> Tensor:
+    """The share of this rank of a tensor that is divided over the ranks; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

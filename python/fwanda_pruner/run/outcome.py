@@ -17,7 +17,7 @@ from ..engine.engine import Engine
 from ..engine.loop import PassRecord
 from ..evaluate.perplexity import check_pruned, perplexity_of
 from ..measure.statistics import Statistics
-from ..model.shares import gathered
+from ..model.shares import own_part
 from ..model.targets import Skipped
 from ..notes import warn
 from ..report.record import MatrixRow, Report, first_backends, versions
@@ -64,8 +64,11 @@ def perplexity(texts: Texts, dense: dict[str, float], pruned: dict[str, float], 
 def skipped_row(engine: Engine, item: Skipped) -> MatrixRow:
     """The row of the record for a matrix that is not pruned."""
     size = sum(p.numel() for p in item.parameters)
+    shared = [p for p in item.parameters if own_part(p) is not p]
     with nullcontext() if item.block is None else engine.block(item.block):
-        zeros = sum(count_zeros(map(gathered, item.parameters)))
+        zeros = sum(count_zeros(p for p in item.parameters if own_part(p) is p))
+    if shared:
+        zeros += sum(engine.ranks.gather(sum(count_zeros(map(own_part, shared)))))
     return MatrixRow(item.name, item.shape, size, size, zeros, skipped=item.reason)
 
 
