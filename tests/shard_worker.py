@@ -112,6 +112,23 @@ def statistics() -> dict:
     return same
 
 
+def other_calls() -> dict[str, bool]:
+    """Whether other functions of the package give the same for both engines."""
+    found = {}
+    for engine, model in (("resident", ODD()), ("sharded", sharded(ODD))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            evaluated = fwanda_pruner.evaluate_model(model, eval=TEXT[:5], progress=False)
+            collected = fwanda_pruner.collect(model, calibration=TEXT, progress=False).fingerprint()
+        masks = list(fwanda_pruner.masks(model, pruned(model, {"method": "wanda", "engine": engine})))
+        found[engine] = {
+            "evaluate_model": evaluated,
+            "collect": collected,
+            "masks": [[name for name, _ in masks], rank_worker.hashed(mask for _, mask in masks)],
+        }
+    return {name: found["sharded"][name] == value for name, value in found["resident"].items()}
+
+
 def whole_blocks() -> list[int]:
     """How many blocks had their whole weights at each call of a hook, forward and backward."""
     model, counts = sharded(partial(tiny.llama, blocks=5)), []
@@ -195,7 +212,12 @@ def main(folder: Path) -> int:
     response.round_count = lambda _config: 2
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank = dist.get_rank()
-    results = runs() | {"statistics": statistics(), "whole blocks": whole_blocks(), "refusals": refusals()}
+    results = runs() | {
+        "statistics": statistics(),
+        "other calls": other_calls(),
+        "whole blocks": whole_blocks(),
+        "refusals": refusals(),
+    }
     save_folders(folder / "saved")
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()

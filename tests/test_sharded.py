@@ -8,7 +8,7 @@ import shard_worker
 import tiny
 import torch
 from helpers_cli import arguments, make_folder
-from helpers_ranks import Launcher
+from helpers_ranks import Launcher, torchrun
 from safetensors.torch import load_file
 from test_torchrun import own_lines
 from transformers import AutoModelForCausalLM
@@ -59,6 +59,11 @@ def test_pruned_weights_and_records_are_those_of_resident_ranks(found, name):
 
 def test_statistics_have_the_bits_of_resident_ranks(found):
     assert all(set(rank["statistics"].values()) == {True} for size in SIZES for rank in found[size])
+
+
+def test_other_functions_give_what_they_give_for_resident_ranks(found):
+    same = dict.fromkeys(("evaluate_model", "collect", "masks"), True)
+    assert all(rank["other calls"] == same for size in SIZES for rank in found[size])
 
 
 def test_at_most_two_blocks_are_whole_at_a_time_and_none_at_the_end(found):
@@ -139,6 +144,19 @@ def folder(tmp_path_factory) -> Path:
 
 def command_of(folder: Path, out: Path, engine: str) -> list[str]:
     return arguments(folder, out, "--engine", engine, "--eval", str(folder / "eval.txt"), method="fsparsegpt")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("method", ["fwanda", "fsparsegpt"])
+def test_two_gpus_give_the_bits_of_resident_ranks_on_gpu(folder, tmp_path, method):
+    fixed = ["--device", "auto", "--deterministic", "--micro-batch", "4", "--compile", "off"]
+    written = []
+    for engine in (["resident"], ["sharded"], ["sharded", "--offload"]):
+        out = tmp_path / "-".join(engine)
+        done = torchrun(2, *arguments(folder, out, "--engine", *engine, method=method), *fixed)
+        assert done.returncode == 0, done.stderr
+        written.append((out / "model.safetensors").read_bytes())
+    assert written[0] == written[1] == written[2]
 
 
 @pytest.fixture(scope="module")

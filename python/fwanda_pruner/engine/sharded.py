@@ -35,6 +35,7 @@ class ShardedEngine(ResidentEngine):
     """
 
     name = "sharded"
+    _more_windows = 4  # a pass gathers each block as often for few windows as for many
 
     def __init__(
         self,
