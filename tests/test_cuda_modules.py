@@ -30,7 +30,7 @@ SPILLS = {
     "threshold_next": 24,
     "threshold_last": 8,
     "obs_walk": 24,
-    "packed_linear_16": 16,
+    "packed_linear_16": 24,
 }
 
 
