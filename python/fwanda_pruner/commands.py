@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -60,12 +60,27 @@ def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True
     begin_stage(StageName.LOAD.title)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    from .model.load import load_model
+    from .engine.memory import least_memory
+    from .engine.ranks import Ranks
+    from .model.load import find_device, load_model
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
-    engine = config.engine if streams else "resident"
-    place = {"device": device_of(config.device), "engine": engine, "max_bytes": config.memory_limit}
+    device = device_of(config.device)
+    place = {"device": device, "engine": config.engine if streams else "resident"}
+    place["max_bytes"] = least_memory(find_device(device), config.memory_limit, Ranks.current())
     return load_model(args.model, dtype=config.dtype, **place, **trust)
+
+
+def _check_tasks(tasks: Sequence[str], config: PruneConfig, settings: dict) -> None:
+    """Refuses tasks that lm-eval does not know, and the streamed engine, with which it cannot run them."""
+    from .evaluate.lm_eval_tasks import check_tasks
+
+    check_tasks(tasks, **settings)
+    if config.engine == "streamed":
+        raise UserError(
+            f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device, got --engine streamed; leave "
+            f"--engine out, or measure perplexity alone"
+        )
 
 
 def _check_texts(
@@ -280,7 +295,7 @@ def sample(args: argparse.Namespace) -> Result:
     titles = [StageName.LOAD.title, StageName.SAMPLE.title]
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
         _tell_of_state(args, state)
-        model, tokenizer = _load(args, config, streams=False)
+        model, tokenizer = _load(args, config)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
     text = f"--calibration {shlex.quote(args.output)} --seqlen {config.seqlen}"
@@ -298,9 +313,9 @@ def evaluate(args: argparse.Namespace) -> Result:
     config, names = _config(args), [name.strip() for name in args.tasks.split(",")]
     tasks, settings = [name for name in names if name != "ppl"], _task_settings(args)
     if tasks:
-        from .evaluate.lm_eval_tasks import check_tasks, evaluate_tasks
+        from .evaluate.lm_eval_tasks import evaluate_tasks
 
-        check_tasks(tasks, **settings)
+        _check_tasks(tasks, config, settings)
     elif settings:
         raise UserError("--eval-data, --limit and --batch-size are for the tasks of lm-eval; name some by --tasks")
     if "ppl" in names:
@@ -345,7 +360,6 @@ def _task_settings(args: argparse.Namespace) -> dict:
 
 def sweep(args: argparse.Namespace) -> Result:
     """Runs a recipe, and writes its tables and pictures."""
-    from .evaluate.lm_eval_tasks import check_tasks
     from .sweep.figures import check_installed, draw
     from .sweep.recipe import Recipe
     from .sweep.run import TaskSettings, run
@@ -357,7 +371,7 @@ def sweep(args: argparse.Namespace) -> Result:
         _check_texts(calibration=config.calibration, guards=config.guards, eval=config.eval)
     settings = _task_settings(args)
     if recipe.tasks:
-        check_tasks(recipe.tasks, **settings)
+        _check_tasks(recipe.tasks, recipe.cells[0], settings)
     model, tokenizer = _load(args, recipe.cells[0], streams=not recipe.tasks)
     try:
         cells = run(model, tokenizer, recipe, args.output, source=args.model, tasks=TaskSettings(**settings))

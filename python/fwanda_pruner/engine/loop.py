@@ -73,6 +73,7 @@ class Windows(Protocol):
         backward: whether run() includes a backward pass.
         restartable: False once run() has overwritten its own input, so that the loop cannot start again.
         busy_windows: windows that keep a large GPU busy; read only on one.
+        loaded_bytes: of weights that run() loads to a GPU, whatever the number of windows.
         blocks: what checkpointing applies to.
         compiled_modules: what compiling applies to.
     """
@@ -83,6 +84,7 @@ class Windows(Protocol):
     backward: bool
     restartable: bool
     busy_windows: int
+    loaded_bytes: int
     blocks: Sequence[nn.Module]
     compiled_modules: Sequence[nn.Module]
 
@@ -309,7 +311,7 @@ def _largest_micro_batch(windows: Windows, base: int) -> int:
     """Windows that keep the device busy, as far as they fit beside `base` bytes."""
     if windows.device.type != "cuda":
         return 1
-    window = torch.cuda.max_memory_allocated(windows.device) - base
+    window = torch.cuda.max_memory_allocated(windows.device) - base - windows.loaded_bytes
     return max(1, min(windows.busy_windows, int(_SPARE * free_memory(windows.device) / max(window, 1))))
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from ..engine.device import evaluating
 from ..errors import UserError, install_hint, one_line
 from ..model.arguments import expect_model, expect_tokenizer
+from ..model.placement import blocks_lie_apart
 from ..terminal import is_terminal
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
@@ -70,6 +71,8 @@ def evaluate_tasks(
     """
     expect_model(model)
     expect_tokenizer(tokenizer, needed=True)
+    if blocks_lie_apart(model):
+        raise UserError(f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device; load it resident")
     check_tasks(tasks, batch_size=batch_size, limit=limit, data_dir=data_dir)
     import lm_eval
     from lm_eval.models.huggingface import HFLM

@@ -73,7 +73,7 @@ def load_model(
         UserWarning: the converted copy of a GGUF file cannot be kept, or was broken; or other programs keep the CPUs
             busy, so that several threads of this one would wait for each other.
     """
-    target, name = _device(device), _checked_name(name)
+    target, name = find_device(device), _checked_name(name)
     _check_dtype(dtype)
     if target.type == "cpu":
         warn_if_busy()
@@ -98,8 +98,7 @@ def load_model(
 
 def _fits(model: PreTrainedModel, device: torch.device, max_bytes: int | None) -> bool:
     """Whether the weights of a model fit a GPU, with room for the activations of a run."""
-    needed, free = sum(p.nbytes for p in model.parameters()), torch.cuda.mem_get_info(device)[0]
-    free = min(free, max_bytes or free)
+    needed, free = sum(p.nbytes for p in model.parameters()), max_bytes or torch.cuda.mem_get_info(device)[0]
     if needed <= _WEIGHTS_SHARE * free:
         return True
     warn(
@@ -121,7 +120,7 @@ def load_packed(
     Raises:
         UserError: as load_model(), or the folder is dense, of another version, or altered.
     """
-    target, name = _device(device), _checked_name(name)
+    target, name = find_device(device), _checked_name(name)
     _check_dtype(dtype)
     gguf = _gguf_path(name) is not None
     if gguf or (name and Path(name).is_dir() and not is_packed(name)):
@@ -171,7 +170,12 @@ def quiet(*, bars: bool = False):
             log.enable_progress_bar()
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """The device that a setting names, as load_model() does.
+
+    Raises:
+        UserError: there is no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
