@@ -1,5 +1,6 @@
 """The streamed engine gives the bits of the resident one, with few blocks in memory."""
 
+import json
 import os
 import re
 import threading
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fwanda_pruner
+from fwanda_pruner.cli import main
 from fwanda_pruner.engine import memory
 from fwanda_pruner.engine.block_inputs import kept_away
 from fwanda_pruner.engine.engine import make_engine
@@ -25,6 +27,7 @@ from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.engine.streamed import StreamedEngine
 from fwanda_pruner.engine.sums import Sums
 from fwanda_pruner.errors import UserError
+from fwanda_pruner.evaluate.lm_eval_tasks import evaluate_tasks
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.placement import blocks_lie_apart
 from fwanda_pruner.model.targets import find_blocks, find_targets
@@ -146,15 +149,21 @@ def test_a_segment_of_all_blocks_is_the_resident_engine():
     assert type(make_engine(model, find_targets(model)[0], config)) is ResidentEngine
 
 
-@pytest.mark.parametrize("make", [partial(tiny.llama, blocks=BLOCKS), tiny.llava, partial(tiny.build, "gpt2")])
-def test_blocks_that_lie_apart_are_streamed(make):
+def move_the_rest_to_meta(model) -> torch.device:
     """The device "meta" stands for a GPU."""
-    model, meta = make(), torch.device("meta")
-    targets = find_targets(model)[0]
-    assert not blocks_lie_apart(model)
+    meta = torch.device("meta")
     for module in set(model.modules()) - set(find_blocks(model)[1].modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, torch.nn.Parameter(parameter.to(meta)))
+    return meta
+
+
+@pytest.mark.parametrize("make", [partial(tiny.llama, blocks=BLOCKS), tiny.llava, partial(tiny.build, "gpt2")])
+def test_blocks_that_lie_apart_are_streamed(make):
+    model = make()
+    targets = find_targets(model)[0]
+    assert not blocks_lie_apart(model)
+    meta = move_the_rest_to_meta(model)
     assert blocks_lie_apart(model)
     engine = make_engine(model, targets, fwanda_pruner.PruneConfig())
     assert engine.name == "streamed" and engine.device == meta
@@ -186,6 +195,33 @@ def test_weights_are_at_home_after_an_error():
 def test_settings_that_contradict_each_other(settings, message):
     with pytest.raises(UserError, match=message):
         fwanda_pruner.PruneConfig(**settings)
+
+
+@pytest.mark.parametrize("command", ["eval", "sweep"])
+def test_tasks_of_lm_eval_are_refused(command, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("cells: [{method: wanda}]\ntasks: [boolq]\n")
+    rest = ["--tasks", "boolq"] if command == "eval" else [str(recipe), "--output", str(tmp_path / "out")]
+    assert main([command, "no-model", *rest, "--engine", "streamed"]) == 2
+    assert "the tasks of lm-eval (boolq) need all weights on the device" in capsys.readouterr().err
+
+
+def test_tasks_of_a_loaded_model_are_refused():
+    model = tiny.llama(blocks=BLOCKS)
+    move_the_rest_to_meta(model)
+    with pytest.raises(UserError, match="load the model with engine resident"):
+        evaluate_tasks(model, tiny.tokenizer(), ["boolq"])
+
+
+def test_perplexity_is_that_of_the_resident_engine(tmp_path, capsys):
+    tiny.llama(blocks=BLOCKS).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    figures = []
+    for engine in (["resident"], ["streamed", "--segment", "2"]):
+        command = ["eval", str(tmp_path), "--device", "cpu", "--eval", "sample", "--eval-seqlen", "64"]
+        assert main([*command, "--eval-windows", "4", "--engine", *engine]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    assert figures[0] == figures[1] and figures[0]["perplexity"]
 
 
 def test_the_model_writes_the_same_text():

@@ -71,16 +71,16 @@ def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True
     return load_model(args.model, dtype=config.dtype, **place, **trust)
 
 
-def _check_tasks(tasks: Sequence[str], config: PruneConfig, settings: dict) -> None:
+def _check_tasks(tasks: Sequence[str], engines: Iterable[str], settings: dict) -> None:
     """Refuses tasks that lm-eval does not know, and the streamed engine, with which it cannot run them."""
     from .evaluate.lm_eval_tasks import check_tasks
 
-    check_tasks(tasks, **settings)
-    if config.engine == "streamed":
+    if "streamed" in engines:
         raise UserError(
             f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device, got --engine streamed; leave "
-            f"--engine out, or measure perplexity alone"
+            f"one of both out"
         )
+    check_tasks(tasks, **settings)
 
 
 def _check_texts(
@@ -315,7 +315,7 @@ def evaluate(args: argparse.Namespace) -> Result:
     if tasks:
         from .evaluate.lm_eval_tasks import evaluate_tasks
 
-        _check_tasks(tasks, config, settings)
+        _check_tasks(tasks, [config.engine], settings)
     elif settings:
         raise UserError("--eval-data, --limit and --batch-size are for the tasks of lm-eval; name some by --tasks")
     if "ppl" in names:
@@ -371,7 +371,7 @@ def sweep(args: argparse.Namespace) -> Result:
         _check_texts(calibration=config.calibration, guards=config.guards, eval=config.eval)
     settings = _task_settings(args)
     if recipe.tasks:
-        _check_tasks(recipe.tasks, recipe.cells[0], settings)
+        _check_tasks(recipe.tasks, [config.engine for config in recipe.cells], settings)
     model, tokenizer = _load(args, recipe.cells[0], streams=not recipe.tasks)
     try:
         cells = run(model, tokenizer, recipe, args.output, source=args.model, tasks=TaskSettings(**settings))

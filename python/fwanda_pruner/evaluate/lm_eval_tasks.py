@@ -71,8 +71,7 @@ def evaluate_tasks(
     """
     expect_model(model)
     expect_tokenizer(tokenizer, needed=True)
-    if blocks_lie_apart(model):
-        raise UserError(f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device; load it resident")
+    check_place(model, tasks)
     check_tasks(tasks, batch_size=batch_size, limit=limit, data_dir=data_dir)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -91,6 +90,19 @@ def evaluate_tasks(
     if mmlu:
         results["mmlu"] = {**mmlu.pop("mmlu"), "tasks": mmlu}
     return results
+
+
+def check_place(model: nn.Module, tasks: Sequence[str]) -> None:
+    """Refuses a model for the streamed engine.
+
+    Raises:
+        UserError: its decoder blocks are not on the device of the rest.
+    """
+    if blocks_lie_apart(model):
+        raise UserError(
+            f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device, but the decoder blocks are in "
+            f"RAM; load the model with engine resident"
+        )
 
 
 def check_tasks(
