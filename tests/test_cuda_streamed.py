@@ -83,14 +83,20 @@ def test_masks(folder, settings, segment, ram, monkeypatch):
     assert all(p.is_pinned() for p in blocks) == (ram == "free")
 
 
-def test_peak_memory(folder):
+def test_peak_memory(folder, monkeypatch):
+    """Inputs of blocks go to RAM if it has room."""
     peaks = {}
-    for engine, segment in (("resident", None), ("streamed", 1)):
+    for case, segment in (("resident", None), ("streamed", 1), ("full ram", 1)):
+        if case == "full ram":
+            monkeypatch.setattr(memory, "free_ram", lambda: 0)
+        engine = "resident" if segment is None else "streamed"
         model = load(folder, engine)
         report = fwanda_pruner.prune(model, method="fwanda", engine=engine, segment=segment, **SETTINGS)
-        peaks[engine] = report.peak_memory_bytes
+        peaks[case] = report.peak_memory_bytes
         del model
+    inputs = (BLOCKS - 1) * 2 * TOKENS.shape[1] * SIZES["hidden_size"] * 2  # of two windows in bf16
     assert peaks["streamed"] < 0.6 * peaks["resident"]
+    assert peaks["streamed"] < peaks["full ram"] - 0.5 * inputs
 
 
 def test_auto_streams_what_does_not_fit(folder):

@@ -38,6 +38,7 @@ class BlockWeights:
         device: where they run.
         outside: parameters that modules outside the blocks use too; they stay where they are.
         most: blocks that are loaded at a time, at least 1. A block that hold() keeps loaded comes on top.
+        processes: that may need the RAM for the same copies at the same time.
 
     Attributes:
         bytes_loaded: of weights that were loaded so far.
@@ -51,6 +52,7 @@ class BlockWeights:
         device: torch.device,
         outside: Iterable[nn.Parameter],
         most: int,
+        processes: int = 1,
     ):
         self._blocks, self._most = list(blocks), most
         self._device = device
@@ -66,7 +68,7 @@ class BlockWeights:
         self._current, self._step = 0, 1
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copies = RamCopies(device) if device.type == "cuda" else None
-        self._pins = self._stream is not None and fits_ram(self._unpinned_bytes(), _RAM_SHARE)
+        self._pins = self._stream is not None and fits_ram(processes * self._unpinned_bytes(), _RAM_SHARE)
         self._before: torch.cuda.Event | None = None  # the computation that may use blocks other than the current one
         self.bytes_loaded = self.most_loaded = 0
 

@@ -71,13 +71,22 @@ def pinned(tensor: Tensor) -> Tensor:
 
     The copy takes as many bytes as the tensor. torch's own pinned memory takes the next power of two: for a matrix of
     LLaMA-2-13B, [13824, 5120] bf16, 256 MiB instead of 135.
+
+    Args:
+        tensor: on the CPU or on a GPU.
+
+    Raises:
+        UserError: the driver refuses.
     """
     if tensor.is_pinned() or not tensor.nbytes:
         return tensor
     memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     copy = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
     cudart, address = torch.cuda.cudart(), copy.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, tensor.nbytes, 0)))
+    if code := int(cudart.cudaHostRegister(address, tensor.nbytes, 0)):
+        raise UserError(
+            f"the GPU cannot pin RAM (CUDA error {code}); raise the memory limit of this machine or container"
+        )
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False  # runs before the memory is freed
     return copy.copy_(tensor)
 

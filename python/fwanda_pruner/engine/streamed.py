@@ -58,7 +58,7 @@ class StreamedEngine(ResidentEngine):
         self.segment = segment
         fused = {id(t.slice_of.experts): t.slice_of.experts for t in self.targets if t.slice_of is not None}
         rest = parameters_of_the_rest(model)
-        self.weights = BlockWeights(self._blocks, fused.values(), self.device, rest, segment)
+        self.weights = BlockWeights(self._blocks, fused.values(), self.device, rest, segment, ranks.size)
 
     @property
     def bytes_loaded(self) -> int:
