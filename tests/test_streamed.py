@@ -455,3 +455,12 @@ def test_saving_copies_no_weights(large_folder, tmp_path):
     done.set()
     watcher.join()
     assert max(peak) - before < 0.5 * os.path.getsize(large_folder / "model.safetensors")
+
+
+def test_a_block_that_overwrites_its_input_is_refused():
+    model = tiny.llama(blocks=BLOCKS)
+    block = model.model.layers[1]
+    forward = block.forward
+    block.forward = lambda hidden, *args, **kwargs: forward(hidden.mul_(2), *args, **kwargs)
+    with pytest.raises(UserError, match="decoder block 1 overwrites its input"):
+        streamed(model, 1).measure(tiny.TEXT, Sums(), backward=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import UserError
 from ..model.attributes import replaced
 from ..model.experts import FusedExperts
 from .block_inputs import RamCopies, kept_away
@@ -136,8 +137,12 @@ class BlockWeights:
 
         if not torch.is_grad_enabled() or index >= len(self._blocks) - self._most:
             return run(*args, **kwargs)
+        versions = [argument._version for argument in args if isinstance(argument, Tensor)]
         with kept_away(args[0], self._copies) if self._copies is not None and args else nullcontext():
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            outputs = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        if versions != [argument._version for argument in args if isinstance(argument, Tensor)]:
+            raise UserError(f"decoder block {index} overwrites its input and cannot run again; use --engine resident")
+        return outputs
 
     def _use(self, index: int) -> None:
         """Loads a block for the computation that comes next."""
