@@ -84,7 +84,8 @@ def build(
 
 def _allocate(model: nn.Module, device: str) -> None:
     """Gives memory to a model that has none: blocks in RAM, all else on the device."""
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     for name, parameter in list(model.named_parameters()):
         values, (path, _, last) = torch.empty_like(parameter, device=device), name.rpartition(".")
         if device == "cuda" and name.startswith("model.layers."):
