@@ -17,6 +17,9 @@ The total of a run leaves out reading the text and loading or saving the model. 
 so seconds and joules belong to the same work. "Cold" is the first run of the process and includes compilation; the runs
 after it are "warm". With --naive the published pipeline in plain torch (lib/naive.py) runs warm on the same weights,
 and both masks are compared.
+
+With --engine streamed the weights of the decoder blocks lie in pinned RAM. --copies profiles how much of the time of
+copies lies under computation. --against-resident also runs with all weights on the device, and compares the masks.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from pathlib import Path
 import torch
 import transformers
 from lib import naive
+from lib.copies import profiled_copies
 from lib.decoding import decoding_energy
 from lib.machine import machine, synchronize, this_device
 from lib.masks import agreement, packed_masks
@@ -45,6 +49,7 @@ from fwanda_pruner import PruneConfig, UserError
 PAPER_REPEATS = 5
 ROOF_SECONDS = {"cuda": 2.0, "cpu": 0.2}
 DTYPES = ("bfloat16", "float16", "float32")
+PROFILED = 4  # micro-batches
 
 
 def main() -> None:
@@ -77,6 +82,10 @@ def arguments() -> tuple[argparse.Namespace, PruneConfig]:
     if args.naive and (config.nm or config.allocation != naive.ALLOCATIONS[config.method]):
         allocation = naive.ALLOCATIONS[config.method]
         parser.error(f"--naive has {config.method} with --allocation {allocation} and no pattern only")
+    if config.engine == "streamed" and (args.naive or args.overhead or args.inference):
+        parser.error("--naive, --overhead and --inference need all weights on the device: leave --engine streamed out")
+    if config.engine != "streamed" and (args.copies or args.against_resident):
+        parser.error("--copies and --against-resident need --engine streamed")
     try:
         args.results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,6 +105,10 @@ def command_line() -> argparse.ArgumentParser:
     option("--dtype", default="bfloat16", choices=DTYPES, help="of the weights (%(default)s)")
     option("--seed", type=int, default=0, help="of weights and tokens (%(default)s)")
     option("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of a run; repeatable")
+    option("--engine", choices=("resident", "streamed"), help="as of fwanda prune (default: resident)")
+    option("--segment", metavar="K", help="as of fwanda prune")
+    option("--copies", action="store_true", help="profile how much of the time of copies lies under computation")
+    option("--against-resident", action="store_true", help="also run with all weights on the device")
     option("--repeats", type=int, default=1, help="warm runs of each pipeline; 0: our cold run alone (%(default)s)")
     option("--paper", action="store_true", help=f"{PAPER_REPEATS} warm runs: mean and 95 %% confidence interval")
     option("--naive", action="store_true", help="also run the published pipeline in plain torch")
@@ -124,8 +137,9 @@ def config_of(args: argparse.Namespace) -> PruneConfig:
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, str]:
-    """The settings of --set NAME=VALUE, as text."""
-    return {name: value for name, _, value in (text.partition("=") for text in args.set)}
+    """The settings of --set NAME=VALUE, --engine and --segment, as text."""
+    options = {name: getattr(args, name) for name in ("engine", "segment") if getattr(args, name)}
+    return options | {name: value for name, _, value in (text.partition("=") for text in args.set)}
 
 
 def value_of(text: str) -> object:
@@ -146,7 +160,7 @@ def measure(args: argparse.Namespace, config: PruneConfig) -> dict:
     tokens = random_tokens(args, device)
     say("roof")
     roof = gemm_roof(device, dtype, ROOF_SECONDS[device])
-    model, build_seconds = built(args, device)
+    model, build_seconds = built(args, device, config)
     flops = calibration_flops(model, tokens, config)
     result = facts(args, config, model, roof, flops) | {"build_seconds": build_seconds}
     if args.inference:
@@ -156,15 +170,24 @@ def measure(args: argparse.Namespace, config: PruneConfig) -> dict:
     if args.inference:
         say("decoding, pruned")
         result["inference"]["pruned"] = decoding_energy(model, tokens)
-    masks = packed_masks(weights_of(model)) if args.naive else []
+    masks = packed_masks(weights_of(model), device) if args.naive or args.against_resident else []
+    if args.copies:
+        say("profile of the copies")
+        micro_batch = (result["ours"]["cold"]["passes"] or {}).get("micro_batch", 1)
+        windows, fixed = tokens[: PROFILED * micro_batch], replace(config, micro_batch=str(micro_batch))
+        result["copies"] = profiled_copies(model, windows, fixed)
     if args.overhead:
         say("statistics overhead")
         reinitialise(model, args.seed)
         result["overhead"] = statistics_overhead(model, tokens, config)
+    del model
+    torch.compiler.reset()  # compiled blocks would keep the model alive
+    gc.collect()
+    if args.against_resident:
+        result["resident"] = resident_runs(args, config, masks, tokens, roof, flops)
+        ours, theirs = (result[key]["spread"]["total_seconds"]["mean"] for key in ("ours", "resident"))
+        result["times_resident"] = ours / theirs
     if args.naive:
-        del model
-        torch.compiler.reset()  # compiled blocks would keep the model alive
-        gc.collect()
         result["naive"] = naive_runs(args, config, masks, tokens, roof, flops)
         theirs, ours = (result[key]["spread"]["total_seconds"]["mean"] for key in ("naive", "ours"))
         result["speedup"] = theirs / ours
@@ -177,7 +200,7 @@ def random_tokens(args: argparse.Namespace, device: str) -> Tensor:
     return torch.randint(SHAPES[args.shape][1]["vocab_size"], args.tokens_shape, generator=generator).to(device)
 
 
-def built(args: argparse.Namespace, device: str) -> tuple[nn.Module, float]:
+def built(args: argparse.Namespace, device: str, config: PruneConfig) -> tuple[nn.Module, float]:
     """A new model on the device, and the seconds that building it took."""
     held_bytes = 0
     if device == "cuda":
@@ -185,7 +208,8 @@ def built(args: argparse.Namespace, device: str) -> tuple[nn.Module, float]:
         held_bytes = torch.cuda.memory_allocated()
     say(f"building {args.shape}, {held_bytes / 1e9:.1f} GB held before")
     start = time.perf_counter()
-    model = build(args.shape, getattr(torch, args.dtype), device, args.seed, args.blocks)
+    streamed = config.engine == "streamed"
+    model = build(args.shape, getattr(torch, args.dtype), device, args.seed, args.blocks, streamed=streamed)
     synchronize(device)
     return model, time.perf_counter() - start
 
@@ -240,9 +264,16 @@ def our_runs(args, config: PruneConfig, model: nn.Module, tokens: Tensor, roof: 
     return {"cold": cold, "warm": warm, "spread": spread(warm or [cold])}
 
 
+def resident_runs(args, config: PruneConfig, masks: list, tokens: Tensor, roof: dict, flops: float | None) -> dict:
+    """Runs of the same settings with all weights on the device, and the share of equal masks."""
+    config = replace(config, engine="resident", segment=None)
+    model, _ = built(args, tokens.device.type, config)
+    return our_runs(args, config, model, tokens, roof, flops) | {"masks_agree": agreement(weights_of(model), masks)}
+
+
 def naive_runs(args, config: PruneConfig, masks: list, tokens: Tensor, roof: dict, flops: float | None) -> dict:
     """Warm runs of the published pipeline on a new model with the same weights."""
-    model, _ = built(args, tokens.device.type)
+    model, _ = built(args, tokens.device.type, config)
     warm_up_backward = naive.needs_fisher(config.method)
     naive.calibrate(model, tokens[:1], naive.linears(model), backward=warm_up_backward)
     runs = []
@@ -265,6 +296,8 @@ def table(result: dict) -> list[str]:
     columns = {"cold": result["ours"]["cold"]}
     if result["ours"]["warm"]:
         columns["warm"] = result["ours"]["warm"][-1]
+    if "resident" in result:
+        columns["resident"] = (result["resident"]["warm"] or [result["resident"]["cold"]])[-1]
     if "naive" in result:
         columns["plain torch"] = result["naive"]["warm"][-1]
     rows = [["", *columns]]
@@ -275,6 +308,12 @@ def table(result: dict) -> list[str]:
     lines += ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
     if "naive" in result:
         lines.append(f"speedup {result['speedup']:.2f}x, masks agree {100 * result['naive']['masks_agree']:.3f} %")
+    if "resident" in result:
+        agree = 100 * result["resident"]["masks_agree"]
+        lines.append(f"{result['times_resident']:.2f} times the resident engine, masks agree {agree:.3f} %")
+    for way, copies in result.get("copies", {}).items():
+        share = "-" if copies["under_kernels"] is None else f"{100 * copies['under_kernels']:.1f} %"
+        lines.append(f"copies {way.replace('_', ' ')}: {copies['seconds']:.3f} s, {share} under computation")
     if "overhead" in result:
         lines.append("statistics overhead {percent:.1f} %".format_map(result["overhead"]))
     return lines
@@ -288,6 +327,7 @@ def figures(columns: dict[str, dict]) -> dict:
         "times the floor": lambda run: run["times_floor"],
         "TFLOP/s": lambda run: run["tflop_per_s"],
         "peak memory, GB": lambda run: run["peak_memory_bytes"] and run["peak_memory_bytes"] / 1e9,
+        "loaded, GB": lambda run: run.get("bytes_loaded") and run["bytes_loaded"] / 1e9,
         "gross, J": lambda run: joules_of(run, "gross_joules"),
         "net, J": lambda run: joules_of(run, "net_joules"),
     }

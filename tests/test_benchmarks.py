@@ -22,6 +22,7 @@ import render  # noqa: E402
 from lib import markdown, naive, pictures, repeats, shapes  # noqa: E402
 from lib.cases import budgets, obs, packed, removed, select, sparse24, stats, threshold  # noqa: E402
 from lib.cases import case as case_module  # noqa: E402
+from lib.copies import share_under_kernels  # noqa: E402
 from lib.decoding import decode  # noqa: E402
 from lib.masks import agreement, packed_masks  # noqa: E402
 from lib.repeats import Spread, repeated  # noqa: E402
@@ -66,9 +67,40 @@ def test_a_tiny_run_measures_everything_and_leaves_one_file(tmp_path):
     paper_tables.main([str(path)])
 
 
+def test_a_streamed_run_is_compared_with_a_resident_one(tmp_path):
+    done = bench_prune(
+        "--shape", "tiny", "--method", "fwanda", "--tokens", "2x32", "--dtype", "float32", "--repeats", "0",
+        "--engine", "streamed", "--segment", "1", "--copies", "--against-resident", "--results", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(Path(done.stdout.splitlines()[-1]).read_text())
+    assert result["settings"] == {"engine": "streamed", "segment": "1"}
+    assert result["ours"]["cold"]["bytes_loaded"] > 0 and result["resident"]["cold"]["bytes_loaded"] is None
+    assert result["resident"]["masks_agree"] == 1 and result["times_resident"] > 0
+    assert result["copies"]["to_device"]["under_kernels"] is None  # a CPU copies nothing
+    assert "times the resident engine, masks agree 100.000 %" in done.stdout
+
+
+def test_the_share_of_copies_under_kernels():
+    def event(category, name, start, end, **args):
+        return {"cat": category, "name": name, "ts": start, "dur": end - start, "args": args}
+
+    events = [
+        event("kernel", "gemm", 10, 20), event("kernel", "norm", 15, 30), event("kernel", "gemm", 40, 50),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0, 10, bytes=7),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 25, 45, bytes=3),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 11, 12, bytes=5),
+        event("cpu_op", "aten::copy_", 0, 100),
+    ]  # fmt: skip
+    assert share_under_kernels(events, "HtoD") == {"seconds": 30e-6, "bytes": 10, "under_kernels": 10 / 30}
+    assert share_under_kernels(events, "DtoH")["under_kernels"] == 1
+    assert share_under_kernels([], "HtoD")["under_kernels"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--method", "wanda", "--copies"), "need --engine streamed"),
         (("--method", "fwanda", "--allocation", "global", "--naive"), "--naive has fwanda with --allocation row"),
         (("--method", "wanda", "--tokens", "128"), "--tokens must be windows x length"),
         (("--method", "wanda", "--set", "speed=fast"), "unknown setting 'speed'"),
@@ -76,7 +108,7 @@ def test_a_tiny_run_measures_everything_and_leaves_one_file(tmp_path):
         (("--method", "wanda", "--sparsity", "1.5"), "--sparsity must be in [0, 1)"),
         (("--method", "wanda", "--results", __file__), f"--results {__file__}: File exists"),
     ],
-    ids=["allocation", "tokens", "setting", "bool", "sparsity", "results"],
+    ids=["copies", "allocation", "tokens", "setting", "bool", "sparsity", "results"],
 )
 def test_a_wrong_argument_is_one_line(arguments, message):
     done = bench_prune("--shape", "tiny", *arguments)

@@ -128,6 +128,7 @@ def test_auto_chooses_by_memory_and_ranks(weights, memory, ranks, engine):
     [
         ({"engine": "sharded", "segment": 2}, "--segment has no effect with --engine sharded"),
         ({"engine": "sharded", "compile": "on"}, "--compile on has no effect with --engine sharded"),
+        ({"engine": "sharded", "calibration": ("self",)}, "--calibration self does not work with --engine sharded"),
         ({"engine": "sharded", "save": "packed"}, "--save packed needs the whole model"),
         ({"engine": "streamed", "offload": True}, "--offload has no effect with --engine streamed"),
     ],

@@ -1,6 +1,10 @@
 """The streamed engine gives the bits of the resident one, with few blocks in memory."""
 
+import json
 import os
+import re
+import threading
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -10,13 +14,19 @@ import torch
 from measuring import engine_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import fwanda_pruner
+from fwanda_pruner.cli import main
+from fwanda_pruner.engine import memory
+from fwanda_pruner.engine.block_inputs import kept_away
 from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.engine.loop import PassSettings
 from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.engine.streamed import StreamedEngine
+from fwanda_pruner.engine.sums import Sums
 from fwanda_pruner.errors import UserError
+from fwanda_pruner.evaluate.lm_eval_tasks import evaluate_tasks
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.placement import blocks_lie_apart
 from fwanda_pruner.model.targets import find_blocks, find_targets
@@ -138,15 +148,21 @@ def test_a_segment_of_all_blocks_is_the_resident_engine():
     assert type(make_engine(model, find_targets(model)[0], config)) is ResidentEngine
 
 
-@pytest.mark.parametrize("make", [partial(tiny.llama, blocks=BLOCKS), tiny.llava, partial(tiny.build, "gpt2")])
-def test_blocks_that_lie_apart_are_streamed(make):
+def move_the_rest_to_meta(model) -> torch.device:
     """The device "meta" stands for a GPU."""
-    model, meta = make(), torch.device("meta")
-    targets = find_targets(model)[0]
-    assert not blocks_lie_apart(model)
+    meta = torch.device("meta")
     for module in set(model.modules()) - set(find_blocks(model)[1].modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, torch.nn.Parameter(parameter.to(meta)))
+    return meta
+
+
+@pytest.mark.parametrize("make", [partial(tiny.llama, blocks=BLOCKS), tiny.llava, partial(tiny.build, "gpt2")])
+def test_blocks_that_lie_apart_are_streamed(make):
+    model = make()
+    targets = find_targets(model)[0]
+    assert not blocks_lie_apart(model)
+    meta = move_the_rest_to_meta(model)
     assert blocks_lie_apart(model)
     engine = make_engine(model, targets, fwanda_pruner.PruneConfig())
     assert engine.name == "streamed" and engine.device == meta
@@ -180,16 +196,104 @@ def test_settings_that_contradict_each_other(settings, message):
         fwanda_pruner.PruneConfig(**settings)
 
 
-def test_text_of_the_model_itself_is_refused():
-    with pytest.raises(UserError, match="--engine resident"):
-        fwanda_pruner.prune(
-            tiny.llama(blocks=BLOCKS),
-            tiny.tokenizer(),
-            calibration="self",
-            engine="streamed",
-            segment=1,
-            progress=False,
-        )
+@pytest.mark.parametrize("command", ["eval", "sweep"])
+def test_tasks_of_lm_eval_are_refused(command, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("cells: [{method: wanda}]\ntasks: [boolq]\n")
+    rest = ["--tasks", "boolq"] if command == "eval" else [str(recipe), "--output", str(tmp_path / "out")]
+    assert main([command, "no-model", *rest, "--engine", "streamed"]) == 2
+    assert "the tasks of lm-eval (boolq) need all weights on the device" in capsys.readouterr().err
+
+
+def test_tasks_of_a_loaded_model_are_refused():
+    model = tiny.llama(blocks=BLOCKS)
+    move_the_rest_to_meta(model)
+    with pytest.raises(UserError, match="load the model with engine resident"):
+        evaluate_tasks(model, tiny.tokenizer(), ["boolq"])
+
+
+def test_perplexity_is_that_of_the_resident_engine(tmp_path, capsys):
+    tiny.llama(blocks=BLOCKS).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    figures = []
+    for engine in (["resident"], ["streamed", "--segment", "2"]):
+        command = ["eval", str(tmp_path), "--device", "cpu", "--eval", "sample", "--eval-seqlen", "64"]
+        assert main([*command, "--eval-windows", "4", "--engine", *engine]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+    assert figures[0] == figures[1] and figures[0]["perplexity"]
+
+
+def test_the_model_writes_the_same_text():
+    settings = {"calibration": "self", "seqlen": 16, "nsamples": 2, "guard": "none", "progress": False}
+    dense, model = tiny.llama(blocks=BLOCKS), tiny.llama(blocks=BLOCKS)
+    expected = fwanda_pruner.prune(dense, tiny.tokenizer(), **settings)
+    with pytest.warns(UserWarning, match="loads all weights for each token"):
+        report = fwanda_pruner.prune(model, tiny.tokenizer(), engine="streamed", segment=1, **settings)
+    assert report.tokens_sha256 == expected.tokens_sha256
+    assert_same(model, dense)
+
+
+@pytest.mark.parametrize("segment", [2, 3])
+def test_a_block_is_loaded_while_another_computes(segment):
+    """Each block but the first is there before it is needed, in both directions."""
+    blocks, early = 6, {"forward": [], "backward": []}
+    model = tiny.llama(blocks=blocks)
+    homes = [block.self_attn.q_proj.weight.data_ptr() for block in model.model.layers]
+
+    def note(index: int, way: str) -> None:
+        if model.model.layers[index].self_attn.q_proj.weight.data_ptr() != homes[index]:
+            early[way].append(index)
+
+    def note_gradient(index: int, output) -> None:
+        output.register_hook(lambda _: note(index, "backward"))
+
+    for index, block in enumerate(model.model.layers):
+        block.register_forward_pre_hook(lambda *_, index=index: note(index, "forward"))
+        block.register_forward_hook(lambda _block, _args, output, index=index: note_gradient(index, output))
+    engine = streamed(model, segment, micro_batch=len(tiny.TEXT))
+    engine.measure(tiny.TEXT, Sums(), backward=True)
+    assert early["forward"] == list(range(1, blocks))
+    after_a_turn = blocks - segment - 1  # the blocks that keep their activations take all room until then
+    assert early["backward"] == [i for i in reversed(range(blocks)) if i != after_a_turn]
+    assert engine.weights.most_loaded == segment
+
+
+class CountedCopies:
+    """Stands for the RAM beside a GPU."""
+
+    def __init__(self):
+        self.lent, self.returned = [], 0
+
+    def away(self, tensor):
+        self.lent.append(weakref.ref(tensor.untyped_storage()))
+        return tensor.clone()
+
+    def back(self, tensor):
+        self.returned += 1
+        return tensor
+
+
+def test_inputs_of_blocks_leave_the_device_until_the_backward_pass():
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)]
+    copies, x = CountedCopies(), torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(blocks[2](blocks[1](blocks[0](x * 2))).sum(), x)[0]
+    mask = torch.ones(4, 8)
+    hidden = x * 2
+    for block in blocks:
+        with kept_away(hidden, copies):
+            run = lambda hidden, mask, block=block: block(hidden * mask)  # noqa: E731
+            hidden = checkpoint(run, hidden, mask, use_reentrant=False)
+    assert len(copies.lent) == 3 and not any(storage() for storage in copies.lent)
+    assert torch.equal(torch.autograd.grad(hidden.sum(), x)[0], expected) and copies.returned == 3
+
+
+def test_inputs_stay_where_the_ram_is_full(monkeypatch):
+    monkeypatch.setattr(memory, "free_ram", lambda: 0)
+    copies, hidden = CountedCopies(), torch.randn(4, 8, requires_grad=True) * 2
+    with kept_away(hidden, copies):
+        output = checkpoint(torch.nn.Linear(8, 8), hidden, use_reentrant=False)
+    output.sum().backward()
+    assert not copies.lent
 
 
 class ShortMemory(TorchDispatchMode):
@@ -237,8 +341,7 @@ def test_a_checkpoint_is_read_in_place_and_pruned(tmp_path):
 
 def test_a_second_engine_finds_what_the_first_wrote(monkeypatch):
     """Each engine may move the home of a weight."""
-    free = os.sysconf
-    monkeypatch.setattr(os, "sysconf", lambda name: 0 if name == "SC_AVPHYS_PAGES" else free(name))
+    monkeypatch.setattr(memory, "free_ram", lambda: 0)
     model = tiny.llama(blocks=BLOCKS)
     first, second = streamed(model, 1), streamed(model, 1)
     for number, engine in enumerate((first, second, first), 1):
@@ -251,10 +354,99 @@ def test_a_second_engine_finds_what_the_first_wrote(monkeypatch):
 
 
 def test_pruned_weights_go_to_a_file_where_the_ram_is_full(monkeypatch):
-    free = os.sysconf
-    monkeypatch.setattr(os, "sysconf", lambda name: 0 if name == "SC_AVPHYS_PAGES" else free(name))
+    monkeypatch.setattr(memory, "free_ram", lambda: 0)
     dense, model = tiny.llama(blocks=BLOCKS), tiny.llama(blocks=BLOCKS)
     tiny.prune(dense)
     tiny.prune(model, engine="streamed", segment=1)
     assert_same(model, dense)
     assert "fwanda-" in mapped_files()
+
+
+def kernel_files(folder: Path, values: dict[str, str]) -> Path:
+    for name, text in values.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 900 kB\n"}
+CGROUP = {"sys/fs/cgroup/memory.current": "500000\n", "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 40000\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (MEMINFO, 900 * 1024),  # not MemFree: what caches files is free, too
+        (MEMINFO | CGROUP | {"sys/fs/cgroup/memory.max": "600000\n"}, 140_000),
+        (MEMINFO | CGROUP | {"sys/fs/cgroup/memory.max": "400000\n"}, 0),
+        (MEMINFO | CGROUP | {"sys/fs/cgroup/memory.max": "max\n"}, 900 * 1024),
+    ],
+    ids=["machine", "container", "full", "unlimited"],
+)
+def test_free_ram(files, expected, tmp_path):
+    assert memory.free_ram(kernel_files(tmp_path, files)) == expected
+
+
+def test_free_ram_of_this_machine():
+    assert 0 < memory.free_ram() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.fault("ranks differ")
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory):
+    """A model of 67 MB, 16.8 MB a block."""
+    folder = tmp_path_factory.mktemp("large")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+    tiny.llama(blocks=BLOCKS, **sizes).save_pretrained(folder)
+    return folder
+
+
+def bytes_in_ram(kind: str, file: str | None = None) -> int:
+    """Of this process; with `file`, of the mappings of files of that name."""
+    if file is None:
+        return field_of(Path("/proc/self/status").read_text(), kind)
+    parts = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    return sum(field_of(part, kind) for part in parts if file in part.partition("\n")[0])
+
+
+def field_of(text: str, kind: str) -> int:
+    return int(re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024
+
+
+def test_a_checkpoint_is_read_block_by_block(large_folder):
+    """Loading reads no weights, and the blocks that ran leave nothing behind but pages of the file."""
+    file = str(large_folder / "model.safetensors")
+    size, before = os.path.getsize(file), bytes_in_ram("RssAnon")
+    model = fwanda_pruner.load_model(large_folder, device="cpu", engine="streamed").model
+    assert bytes_in_ram("Rss", file) < 0.1 * size
+    engine = streamed(model, 1)
+    measure_statistics(engine, tiny.TEXT)
+    assert bytes_in_ram("Rss", file) > 0.9 * size
+    assert bytes_in_ram("Anonymous", file) == 0
+    assert bytes_in_ram("RssAnon") - before < 0.6 * size
+
+
+def test_saving_copies_no_weights(large_folder, tmp_path):
+    model = fwanda_pruner.load_model(large_folder, device="cpu", engine="streamed").model
+    report = tiny.prune(model, method="magnitude", engine="streamed", segment=1)
+    before, peak, done = bytes_in_ram("RssAnon"), [], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            peak.append(bytes_in_ram("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    fwanda_pruner.save_pruned(model, None, report, tmp_path / "pruned")
+    done.set()
+    watcher.join()
+    assert max(peak) - before < 0.5 * os.path.getsize(large_folder / "model.safetensors")
+
+
+def test_a_block_that_overwrites_its_input_is_refused():
+    model = tiny.llama(blocks=BLOCKS)
+    block = model.model.layers[1]
+    forward = block.forward
+    block.forward = lambda hidden, *args, **kwargs: forward(hidden.mul_(2), *args, **kwargs)
+    with pytest.raises(UserError, match="decoder block 1 overwrites its input"):
+        streamed(model, 1).measure(tiny.TEXT, Sums(), backward=True)

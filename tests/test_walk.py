@@ -13,6 +13,7 @@ from measuring import batch_above, out_of_memory
 import fwanda_kernels as fk
 import fwanda_pruner
 from fwanda_pruner import UserError
+from fwanda_pruner.engine import memory
 from fwanda_pruner.engine.sums import Sums
 from fwanda_pruner.engine.walk import BlockWalk
 from fwanda_pruner.measure.sums import StatisticsSums
@@ -128,8 +129,7 @@ def test_batches_change_nothing(family, micro_batch):
 
 def no_free_ram(monkeypatch) -> None:
     """The system says that no page of RAM is free."""
-    sysconf = os.sysconf
-    monkeypatch.setattr(os, "sysconf", lambda name: 0 if name == "SC_AVPHYS_PAGES" else sysconf(name))
+    monkeypatch.setattr(memory, "free_ram", lambda: 0)
 
 
 @pytest.mark.parametrize("order", ["onepass", "sequential"])

@@ -10,9 +10,14 @@ from torch import Tensor, nn
 BITS = 8
 
 
-def packed_masks(weights: Iterable[Tensor]) -> list[Tensor]:
-    """The zeros of each weight [R, C], eight in a byte, on the CPU: [ceil(R C / 8)] uint8 each."""
-    return [packed(weight).cpu() for weight in weights]
+def packed_masks(weights: Iterable[Tensor], device: torch.device | str | None = None) -> list[Tensor]:
+    """The zeros of each weight [R, C], eight in a byte, on the CPU: [ceil(R C / 8)] uint8 each.
+
+    Args:
+        weights: of a model.
+        device: that packs them; None: where each lies.
+    """
+    return [packed(weight.to(device or weight.device)).cpu() for weight in weights]
 
 
 def agreement(weights: Iterable[Tensor], masks: list[Tensor]) -> float:

@@ -42,6 +42,7 @@ def our_run(model: nn.Module, tokens: Tensor, config: PruneConfig, save_in: Path
         "peak_memory_bytes": report.peak_memory_bytes,
         "energy": report.energy_details,
         "passes": report.passes,
+        "bytes_loaded": report.bytes_loaded,
         "warnings": report.warnings,
     }
 

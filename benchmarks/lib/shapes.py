@@ -11,6 +11,8 @@ import torch
 import transformers
 from torch import nn
 
+from fwanda_pruner.engine.memory import pinned
+
 # The rotary base keeps its default: no speed depends on it.
 SHAPES = {
     "llama-2-7b": ("Llama", {
@@ -20,6 +22,10 @@ SHAPES = {
     "llama-2-13b": ("Llama", {
         "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
         "num_attention_heads": 40, "num_key_value_heads": 40, "max_position_embeddings": 4096,
+    }),
+    "codellama-34b": ("Llama", {
+        "vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 48,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 16384,
     }),
     "llama-3-8b": ("Llama", {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -49,7 +55,9 @@ SHAPES = {
 _ROOF_SIZE = {"cuda": 8192, "cpu": 512}
 
 
-def build(shape: str, dtype: torch.dtype, device: str, seed: int, blocks: int | None = None) -> nn.Module:
+def build(
+    shape: str, dtype: torch.dtype, device: str, seed: int, blocks: int | None = None, *, streamed: bool = False
+) -> nn.Module:
     """A causal language model with random weights, made on the device, in eval mode, with an output head of its own.
 
     Args:
@@ -58,28 +66,45 @@ def build(shape: str, dtype: torch.dtype, device: str, seed: int, blocks: int | 
         device: where they lie; on "meta" they have no values.
         seed: of the weights.
         blocks: number of decoder blocks; None for all of the shape.
+        streamed: the weights of the blocks lie in RAM instead, pinned if the device is a GPU. They are the same.
     """
     family, numbers = SHAPES[shape]
     numbers = numbers | ({} if blocks is None else {"num_hidden_layers": blocks})
     config = getattr(transformers, f"{family}Config")(
         **numbers, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
-    with _default_dtype(dtype), torch.device(device):
+    with _default_dtype(dtype), torch.device("meta" if streamed else device):
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if streamed:
+        _allocate(model, device)
     if device != "meta":
         reinitialise(model, seed)
     return model
 
 
+def _allocate(model: nn.Module, device: str) -> None:
+    """Gives memory to a model that has none: blocks in RAM, all else on the device."""
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    for name, parameter in list(model.named_parameters()):
+        values, (path, _, last) = torch.empty_like(parameter, device=device), name.rpartition(".")
+        if device == "cuda" and name.startswith("model.layers."):
+            values = pinned(values)
+        setattr(model.get_submodule(path), last, nn.Parameter(values))
+
+
 @torch.no_grad()
 def reinitialise(model: nn.Module, seed: int) -> None:
     """Sets fresh weights in place, the same for one seed and device: matrices normal (0, 0.02), norms 1, biases 0."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    device = next(model.parameters()).device  # blocks may lie elsewhere
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
+        values = torch.empty_like(parameter, device=device)
         if parameter.dim() > 1:
-            parameter.normal_(0, 0.02, generator=generator)
+            values.normal_(0, 0.02, generator=generator)
         else:
-            parameter.fill_(0 if name.endswith("bias") else 1)
+            values.fill_(0 if name.endswith("bias") else 1)
+        parameter.copy_(values)
 
 
 @contextmanager

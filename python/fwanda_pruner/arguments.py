@@ -154,7 +154,7 @@ def _add_sample(commands) -> None:
         "--overwrite", action="store_true", help="start over, and remove what an interrupted run has written"
     )
     texts = {"nsamples": "number of windows", "seqlen": "tokens in a window", "seed": "seed of the draws"}
-    _add_settings(parser, "place", **texts, start_token=None, max_memory=None)
+    _add_settings(parser, "place", **texts, start_token=None, engine=None, segment=None, max_memory=None)
 
 
 def _add_eval(commands) -> None:
@@ -170,7 +170,7 @@ def _add_eval(commands) -> None:
     )
     _add_task_settings(parser)
     tokens = "tokens in an evaluation window (default: as in the report beside the model, else 2048)"
-    _add_settings(parser, "eval", "bos", "place", eval_seqlen=tokens)
+    _add_settings(parser, "eval", "bos", "place", eval_seqlen=tokens, engine=None, segment=None)
 
 
 def _add_sweep(commands) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -63,14 +63,22 @@ def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True
     from .model.load import load_model
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
-    if config.engine == "sharded" and not streams:
-        raise UserError(
-            "tasks of lm-eval and text that the model writes need --engine resident; leave --engine sharded out"
-        )
     engine = config.engine if streams else "resident"
     place = {"device": device_of(config.device), "engine": engine, "max_bytes": config.memory_limit}
     place["offload"] = config.offload
     return load_model(args.model, dtype=config.dtype, **place, **trust)
+
+
+def _check_tasks(tasks: Sequence[str], engines: Iterable[str], settings: dict) -> None:
+    """Refuses tasks that lm-eval does not know, and engines with which it cannot run them."""
+    from .evaluate.lm_eval_tasks import check_tasks
+
+    if other := next((engine for engine in engines if engine in ("streamed", "sharded")), None):
+        raise UserError(
+            f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device, got --engine {other}; leave "
+            f"one of both out"
+        )
+    check_tasks(tasks, **settings)
 
 
 def _check_texts(
@@ -278,6 +286,8 @@ def calibrate(args: argparse.Namespace) -> Result:
 def sample(args: argparse.Namespace) -> Result:
     """Lets a model write text and saves it."""
     config = _config(args)
+    if config.engine == "sharded":
+        raise UserError("fwanda sample does not work with --engine sharded; use another engine")
     from .run.sample import check_sample_file, write_sample
     from .run.state import RunState
 
@@ -285,7 +295,7 @@ def sample(args: argparse.Namespace) -> Result:
     titles = [StageName.LOAD.title, StageName.SAMPLE.title]
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
         _tell_of_state(args, state)
-        model, tokenizer = _load(args, config, streams=False)
+        model, tokenizer = _load(args, config)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
     text = f"--calibration {shlex.quote(args.output)} --seqlen {config.seqlen}"
@@ -303,9 +313,9 @@ def evaluate(args: argparse.Namespace) -> Result:
     config, names = _config(args), [name.strip() for name in args.tasks.split(",")]
     tasks, settings = [name for name in names if name != "ppl"], _task_settings(args)
     if tasks:
-        from .evaluate.lm_eval_tasks import check_tasks, evaluate_tasks
+        from .evaluate.lm_eval_tasks import evaluate_tasks
 
-        check_tasks(tasks, **settings)
+        _check_tasks(tasks, [config.engine], settings)
     elif settings:
         raise UserError("--eval-data, --limit and --batch-size are for the tasks of lm-eval; name some by --tasks")
     if "ppl" in names:
@@ -350,7 +360,6 @@ def _task_settings(args: argparse.Namespace) -> dict:
 
 def sweep(args: argparse.Namespace) -> Result:
     """Runs a recipe, and writes its tables and pictures."""
-    from .evaluate.lm_eval_tasks import check_tasks
     from .sweep.figures import check_installed, draw
     from .sweep.recipe import Recipe
     from .sweep.run import TaskSettings, run
@@ -362,7 +371,7 @@ def sweep(args: argparse.Namespace) -> Result:
         _check_texts(calibration=config.calibration, guards=config.guards, eval=config.eval)
     settings = _task_settings(args)
     if recipe.tasks:
-        check_tasks(recipe.tasks, **settings)
+        _check_tasks(recipe.tasks, [config.engine for config in recipe.cells], settings)
     model, tokenizer = _load(args, recipe.cells[0], streams=not recipe.tasks)
     try:
         cells = run(model, tokenizer, recipe, args.output, source=args.model, tasks=TaskSettings(**settings))

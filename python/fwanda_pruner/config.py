@@ -300,6 +300,8 @@ class PruneConfig:
             raise UserError("--compile on has no effect with --engine sharded; leave it out")
         if self.engine == "sharded" and self.save != "dense":
             raise UserError(f"--save {self.save} needs the whole model on one rank; use --save dense, then fwanda pack")
+        if self.engine == "sharded" and OWN_TEXT in {source.name for source in parse_sources(self.calibration)}:
+            raise UserError(f"--calibration {OWN_TEXT} does not work with --engine sharded; use another text")
         if self.engine == "streamed" and "on" in (self.compile, self.checkpointing):
             on = "compile" if self.compile == "on" else "checkpointing"
             raise UserError(f"--{on} on has no effect with --engine streamed; leave it out, or use --engine resident")

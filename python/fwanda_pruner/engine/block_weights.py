@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import UserError
 from ..model.attributes import replaced
 from ..model.experts import FusedExperts
-from .memory import allocate_large, fits_ram
+from .block_inputs import RamCopies, kept_away
+from .memory import allocate_large, fits_ram, pinned
+
+_RAM_SHARE = 0.8  # of the free RAM that copies of all blocks may take
+# Tokens that a block of a dense model computes on for as long as it is copied: a GPU that reaches 400 TFLOP/s in such
+# blocks does 400e12 / 50e9 = 8,000 FLOPs for each byte that PCIe 5 brings from pinned RAM, and a weight of 2 bytes
+# takes 2 FLOPs a token. From a mapped file come about 6 GB/s.
+_TOKENS_OF_RAM, _TOKENS_OF_FILE = 8192, 65536
 
 
 class BlockWeights:
@@ -21,7 +29,7 @@ class BlockWeights:
 
     The home of a weight is the tensor that its parameter holds while the block is not loaded. transformers maps the
     files of a checkpoint into memory: such a weight is read from its file when its block is loaded, and takes no RAM
-    before. On a GPU the copies run on a stream of their own, beside the computation of the block before.
+    before. While a block computes, the next one is loaded: on a GPU, by copies on a stream of their own.
 
     In a backward pass all blocks but the last `most` run again, from their inputs.
 
@@ -31,6 +39,7 @@ class BlockWeights:
         device: where they run.
         outside: parameters that modules outside the blocks use too; they stay where they are.
         most: blocks that are loaded at a time, at least 1. A block that hold() keeps loaded comes on top.
+        processes: that may need the RAM for the same copies at the same time.
 
     Attributes:
         bytes_loaded: of weights that were loaded so far.
@@ -44,6 +53,7 @@ class BlockWeights:
         device: torch.device,
         outside: Iterable[nn.Parameter],
         most: int,
+        processes: int = 1,
     ):
         self._blocks, self._most = list(blocks), most
         self._device = device
@@ -58,10 +68,26 @@ class BlockWeights:
         self._streaming = False
         self._current, self._step = 0, 1
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        parameters = {parameter for parameters in self._parameters for parameter in parameters}
-        self._pins = self._stream is not None and fits_ram(sum(parameter.nbytes for parameter in parameters))
+        self._copies = RamCopies(device) if device.type == "cuda" else None
+        self._pins = self._stream is not None and fits_ram(processes * self._unpinned_bytes(), _RAM_SHARE)
         self._before: torch.cuda.Event | None = None  # the computation that may use blocks other than the current one
         self.bytes_loaded = self.most_loaded = 0
+
+    def _unpinned_bytes(self) -> int:
+        parameters = {parameter for parameters in self._parameters for parameter in parameters}
+        return sum(parameter.nbytes for parameter in parameters if not parameter.is_pinned())
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of the largest blocks that can be loaded at a time."""
+        return sum(sorted(sum(p.nbytes for p in parameters) for parameters in self._parameters)[-self._most :])
+
+    @property
+    def tokens_to_hide_copies(self) -> int:
+        """Tokens in a pass, from which on a block computes for as long as the next one is copied."""
+        if self._stream is None:
+            return 0
+        return _TOKENS_OF_RAM if self._pins else _TOKENS_OF_FILE
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
@@ -83,6 +109,8 @@ class BlockWeights:
                 self._mark()
                 for index in [i for i in self._loaded if i not in self._held]:
                     self._unload(index)
+                if self._stream is not None:
+                    self._stream.synchronize()  # the caller may free the homes
 
     @contextmanager
     def hold(self, index: int, *, writes: bool) -> Iterator[None]:
@@ -102,13 +130,19 @@ class BlockWeights:
     def _run(self, index: int, forward, *args, **kwargs):
         def run(*args, **kwargs):
             self._use(index)
-            outputs = forward(*args, **kwargs)
-            self._prefetch()
-            return outputs
+            try:
+                return forward(*args, **kwargs)
+            finally:  # checkpoint() leaves by an exception once it has all activations
+                self._prefetch()
 
-        if torch.is_grad_enabled() and index < len(self._blocks) - self._most:
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return run(*args, **kwargs)
+        if not torch.is_grad_enabled() or index >= len(self._blocks) - self._most:
+            return run(*args, **kwargs)
+        versions = [argument._version for argument in args if isinstance(argument, Tensor)]
+        with kept_away(args[0], self._copies) if self._copies is not None and args else nullcontext():
+            outputs = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        if versions != [argument._version for argument in args if isinstance(argument, Tensor)]:
+            raise UserError(f"decoder block {index} overwrites its input and cannot run again; use --engine resident")
+        return outputs
 
     def _use(self, index: int) -> None:
         """Loads a block for the computation that comes next."""
@@ -128,7 +162,7 @@ class BlockWeights:
     def _prefetch(self) -> None:
         """Begins to load the block that runs after the current one."""
         following = self._current + self._step
-        if self._stream is not None and self._most > 1 and 0 <= following < len(self._blocks):
+        if self._most > 1 and 0 <= following < len(self._blocks):
             self._load(following)
 
     def _load(self, index: int) -> None:
@@ -152,7 +186,7 @@ class BlockWeights:
         self._point(index)
 
     def _copy(self, parameter: nn.Parameter) -> Tensor:
-        home = parameter.data.pin_memory() if self._pins else parameter.data  # what is pinned stays as it is
+        home = pinned(parameter.data) if self._pins else parameter.data
         self._home[parameter] = home
         self.bytes_loaded += home.nbytes
         if self._stream is None:

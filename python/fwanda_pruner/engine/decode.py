@@ -37,9 +37,10 @@ class Decoder:
         model: a causal language model in evaluation mode.
         sequences: number of sequences, B.
         length: tokens in each, L.
+        records: whether a step may be recorded: not if weights move during it.
     """
 
-    def __init__(self, model: nn.Module, sequences: int, length: int):
+    def __init__(self, model: nn.Module, sequences: int, length: int, *, records: bool = True):
         self._model, self._length, self._device = model, length, model_device(model)
         self._parameters = inspect.signature(model.forward).parameters
         self._position = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -50,6 +51,7 @@ class Decoder:
         self._static = _StaticCache(model, self._position, length) if _takes_static_cache(model) else None
         self._proven = self._static is None
         self._cache: Cache | None = None  # of a step, in a model that makes its own
+        self._records = records and self._device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()
@@ -137,7 +139,7 @@ class Decoder:
             return
         self._static.show(span)
         self._step()  # not recorded: it loads kernels and allocates the cache
-        if self._device.type == "cuda":
+        if self._records:
             self._graphs[span] = self._recorded_step()
 
     def _step(self) -> None:

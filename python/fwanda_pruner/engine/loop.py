@@ -75,6 +75,7 @@ class Windows(Protocol):
         busy_windows: windows that keep a large GPU busy; read only on one.
         together: whether other ranks take part in each pass, because they hold a share of the weights. All ranks must
             then run equally many passes, and none may start again by itself.
+        loaded_bytes: of weights that run() loads to a GPU, whatever the number of windows.
         blocks: what checkpointing applies to.
         compiled_modules: what compiling applies to.
     """
@@ -86,6 +87,7 @@ class Windows(Protocol):
     restartable: bool
     busy_windows: int
     together: bool
+    loaded_bytes: int
     blocks: Sequence[nn.Module]
     compiled_modules: Sequence[nn.Module]
 
@@ -342,7 +344,7 @@ def _largest_micro_batch(windows: Windows, base: int) -> int:
     """Windows that keep the device busy, as far as they fit beside `base` bytes."""
     if windows.device.type != "cuda":
         return 1
-    window = torch.cuda.max_memory_allocated(windows.device) - base
+    window = torch.cuda.max_memory_allocated(windows.device) - base - windows.loaded_bytes
     return max(1, min(windows.busy_windows, int(_SPARE * free_memory(windows.device) / max(window, 1))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
@@ -36,7 +37,8 @@ class ModelWindows:
             fp64.
         first_target: position of the first token whose loss counts.
         prefix: of the blocks that earlier passes over the same windows may have run; None: all blocks run.
-        more: times the windows that keep a GPU busy, where more of them hide other work.
+        least_tokens: in a pass on a GPU, where its memory allows it.
+        loaded_bytes: see `loop.Windows`.
     """
 
     restartable = True
@@ -51,13 +53,14 @@ class ModelWindows:
         add_losses: Callable[[Tensor], None] | None = None,
         first_target: int = 1,
         prefix: SharedPrefix | None = None,
-        more: int = 1,
+        least_tokens: int = 0,
+        loaded_bytes: int = 0,
     ):
         self._model, self._tokens = model, tokens
         self._add_losses, self._first_target = add_losses, first_target
         self._label_seed, self._generator = label_seed, None
         self._prefix = prefix or SharedPrefix(())
-        self.backward, self._more = backward, more
+        self.backward, self._least_tokens, self.loaded_bytes = backward, least_tokens, loaded_bytes
         self.device = model_device(model)
         self.together = is_sharded(model)
         self.count, self.length = tokens.shape
@@ -93,7 +96,8 @@ class ModelWindows:
     @property
     def busy_windows(self) -> int:
         busy = _BUSY if self.backward else _FORWARD_BUSY
-        return round(self._more * busy / (self._model.config.get_text_config().hidden_size * self.length))
+        windows = round(busy / (self._model.config.get_text_config().hidden_size * self.length))
+        return max(windows, math.ceil(self._least_tokens / self.length))
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._generator is None else {"generator": self._generator.get_state()}

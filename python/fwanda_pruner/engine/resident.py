@@ -58,7 +58,6 @@ class ResidentEngine:
     """
 
     name, segment, bytes_loaded = "resident", None, None
-    _more_windows = 1  # see ModelWindows
 
     def __init__(
         self,
@@ -127,7 +126,8 @@ class ResidentEngine:
         Raises:
             UserError: the memory does not suffice, or the model cannot be measured.
         """
-        windows = ModelWindows(self.model, tokens, backward=backward, label_seed=label_seed, more=self._more_windows)
+        facts = {"backward": backward, "label_seed": label_seed}
+        windows = ModelWindows(self.model, tokens, **facts, **self._loading())
         with self._split_experts():
             settings = settings or self.settings
             shown = self._shown(label)
@@ -158,7 +158,8 @@ class ResidentEngine:
         """
         settings = settings or PassSettings(max(1, _LOSS_TOKENS // tokens.shape[1]), compile="off")
         losses = WindowLosses()
-        windows = ModelWindows(self.model, tokens, add_losses=losses.add, first_target=first_target, prefix=prefix)
+        facts = {"first_target": first_target, "prefix": prefix}
+        windows = ModelWindows(self.model, tokens, add_losses=losses.add, **facts, **self._loading())
         with ExitStack() as stack:
             if masks is not None:
                 stack.enter_context(self._split_experts())
@@ -200,6 +201,10 @@ class ResidentEngine:
 
     def _shown(self, label: str | None) -> str | None:
         return label if self.progress else None
+
+    def _loading(self) -> dict[str, int]:
+        """Arguments of ModelWindows, for weights that are loaded during a pass."""
+        return {}
 
     def _split_experts(self) -> AbstractContextManager[None]:
         """Inside, experts compute by linear layers of their own, which hooks can watch."""

@@ -42,7 +42,6 @@ class StreamedEngine(ResidentEngine):
     """
 
     name = "streamed"
-    _more_windows = 4  # a block of a dense model then computes as long as PCIe takes to copy it
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class StreamedEngine(ResidentEngine):
         self.segment = segment
         fused = {id(t.slice_of.experts): t.slice_of.experts for t in self.targets if t.slice_of is not None}
         rest = parameters_of_the_rest(model)
-        self.weights = BlockWeights(self._blocks, fused.values(), self.device, rest, segment)
+        self.weights = BlockWeights(self._blocks, fused.values(), self.device, rest, segment, ranks.size)
 
     @property
     def bytes_loaded(self) -> int:
@@ -113,6 +112,9 @@ class StreamedEngine(ResidentEngine):
         self, row_scales: Mapping[str, Tensor], column_scales: Mapping[str, Tensor], total: int
     ) -> dict[str, Tensor]:
         return select_threshold(self._named_weights, row_scales, column_scales, total)
+
+    def _loading(self) -> dict[str, int]:
+        return {"least_tokens": self.weights.tokens_to_hide_copies, "loaded_bytes": self.weights.loaded_bytes}
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and weight [R, C] of each target; a weight stays in memory until the next block is asked for."""

@@ -225,7 +225,7 @@ class _WalkWindows:
     backward = False
     blocks = compiled_modules = ()
     restartable = True
-    busy_windows = 1
+    busy_windows, loaded_bytes = 1, 0
 
     def __init__(self, walk: BlockWalk):
         self._walk = walk

@@ -23,6 +23,7 @@ from torch import nn
 from ..engine.device import evaluating
 from ..errors import UserError, install_hint, one_line
 from ..model.arguments import expect_model, expect_tokenizer
+from ..model.placement import blocks_lie_apart
 from ..terminal import is_terminal
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
@@ -70,6 +71,7 @@ def evaluate_tasks(
     """
     expect_model(model)
     expect_tokenizer(tokenizer, needed=True)
+    check_place(model, tasks)
     check_tasks(tasks, batch_size=batch_size, limit=limit, data_dir=data_dir)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -88,6 +90,19 @@ def evaluate_tasks(
     if mmlu:
         results["mmlu"] = {**mmlu.pop("mmlu"), "tasks": mmlu}
     return results
+
+
+def check_place(model: nn.Module, tasks: Sequence[str]) -> None:
+    """Refuses a model for the streamed engine.
+
+    Raises:
+        UserError: its decoder blocks are not on the device of the rest.
+    """
+    if blocks_lie_apart(model):
+        raise UserError(
+            f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device, but the decoder blocks are in "
+            f"RAM; load the model with engine resident"
+        )
 
 
 def check_tasks(

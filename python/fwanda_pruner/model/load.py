@@ -78,7 +78,7 @@ def load_model(
         UserWarning: the converted copy of a GGUF file cannot be kept, or was broken; or other programs keep the CPUs
             busy, so that several threads of this one would wait for each other.
     """
-    target, name = _device(device), _checked_name(name)
+    target, name = find_device(device), _checked_name(name)
     _check_dtype(dtype)
     if target.type == "cpu":
         warn_if_busy()
@@ -110,7 +110,7 @@ def load_packed(
     Raises:
         UserError: as load_model(), or the folder is dense, of another version, or altered.
     """
-    target, name = _device(device), _checked_name(name)
+    target, name = find_device(device), _checked_name(name)
     _check_dtype(dtype)
     gguf = _gguf_path(name) is not None
     if gguf or (name and Path(name).is_dir() and not is_packed(name)):
@@ -160,7 +160,12 @@ def quiet(*, bars: bool = False):
             log.enable_progress_bar()
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """The device that a setting names, as load_model() does.
+
+    Raises:
+        UserError: there is no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

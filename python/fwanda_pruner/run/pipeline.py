@@ -353,6 +353,7 @@ def _check_ranks(engine: Engine, config: PruneConfig, texts: Iterable[Tensor]) -
     """Refuses ranks with other weights, settings or texts than the first."""
     engine.ranks.check_same(
         lambda: {
+            "engine": engine.name,
             "weights": fingerprint(engine),
             "settings": config.to_dict(),
             "texts": [tokens_sha256(text) for text in texts],

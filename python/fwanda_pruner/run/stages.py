@@ -72,7 +72,7 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
         return
     inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
     facts = {**inputs, **config.without("energy", "save"), **versions(engine.device)}
-    ranks.check_same(lambda: facts)
+    ranks.check_same(lambda: {**facts, "engine": engine.name})
     facts |= sources.identity()
     ranks.share(lambda: state.identify({**facts, "windows": ranks.division}) if state.folder else None)
     if state.resumed:
@@ -128,11 +128,16 @@ def sampled(
     """[count, L] int64 windows that the model writes after a start token, and the meter of their energy.
 
     Raises:
-        UserError: not all weights are on the device.
+        UserError: the weights are divided over ranks.
     """
-    if engine.name != "resident":
-        raise UserError("the model writes text only with --engine resident; use that, or another text than 'self'")
-    with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
+    if engine.name == "sharded":
+        raise UserError("the model writes no text with --engine sharded; use another text than 'self'")
+    if engine.name == "streamed":
+        warn(
+            "the model writes text with --engine streamed, which loads all weights for each token; where they fit the "
+            "device, `fwanda sample` writes the same text faster, for --calibration FILE"
+        )
+    with stage.metered(EnergyMeter(engine.device, config.energy)) as energy, engine.running():
         tokens = stage(
             StageName.SAMPLE,
             lambda: sample_tokens(
@@ -142,6 +147,7 @@ def sampled(
                 seqlen=config.seqlen,
                 seed=own_seed(config),
                 ranks=engine.ranks,
+                records=engine.name != "streamed",
                 progress=engine.progress,
                 unfinished=stage.unfinished(StageName.SAMPLE),
             ),

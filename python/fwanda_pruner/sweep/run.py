@@ -18,7 +18,7 @@ from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine, make_engine
 from ..engine.ranks import Ranks
 from ..errors import UserError
-from ..evaluate.lm_eval_tasks import BATCH_SIZE, check_tasks, evaluate_tasks
+from ..evaluate.lm_eval_tasks import BATCH_SIZE, check_place, check_tasks, evaluate_tasks
 from ..evaluate.perplexity import check_dense, check_pruned
 from ..formats.files import atomic_file, user_errors
 from ..measure.statistics import Statistics
@@ -98,6 +98,7 @@ def run(
     tasks, folder, ranks = tasks or TaskSettings(), Path(output) / "cells", Ranks.current()
     if recipe.tasks:
         check_tasks(recipe.tasks, **asdict(tasks))
+        check_place(model, recipe.tasks)
     ranks.share(lambda: _make(folder))
     check_plain(model)
     progress = progress and ranks.first

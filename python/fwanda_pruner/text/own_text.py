@@ -37,6 +37,7 @@ def sample_tokens(
     seqlen: int,
     seed: int,
     ranks: Ranks = ALONE,
+    records: bool = True,
     progress: bool = True,
     unfinished: Unfinished | None = None,
 ) -> Tensor:
@@ -56,6 +57,7 @@ def sample_tokens(
         seqlen: tokens in each.
         seed: of the draws.
         ranks: the processes that divide the windows; each gets all of them.
+        records: as Decoder.
         progress: show a bar or lines of progress on standard error.
         unfinished: saves the finished windows about every minute, for an interrupted run; None: never.
 
@@ -77,7 +79,7 @@ def sample_tokens(
     total, label = sum(group.numel() for group in groups), "write text" if progress else None
     bar = progress_bar(total=total, initial=tokens.numel(), label=label, unit="tokens")
     with evaluating(model), bar:
-        batches = _Batches(model, start_token, longest, seqlen)
+        batches = _Batches(model, start_token, longest, seqlen, records)
         done = 0
         for group in groups:
             done += len(group)
@@ -95,12 +97,12 @@ class _Batches:
     """Draws windows in batches of one size, which becomes smaller when the memory runs out.
 
     Args:
-        model, start_token, seqlen: as sample_tokens().
+        model, start_token, seqlen, records: as sample_tokens().
         windows: the most windows that are drawn one after the other.
     """
 
-    def __init__(self, model: nn.Module, start_token: int, windows: int, seqlen: int):
-        self._model, self._start_token, self._seqlen = model, start_token, seqlen
+    def __init__(self, model: nn.Module, start_token: int, windows: int, seqlen: int, records: bool):
+        self._model, self._start_token, self._seqlen, self._records = model, start_token, seqlen, records
         self._size = _batch_size(model, windows, seqlen, start_token)
         self._decoder: Decoder | None = None
 
@@ -108,7 +110,8 @@ class _Batches:
         """Windows of the next batch, [b, L] int64, b <= S, from the random numbers [S, L] of the windows left."""
         while True:
             try:
-                self._decoder = self._decoder or Decoder(self._model, self._size, self._seqlen)
+                decoder = self._decoder or Decoder(self._model, self._size, self._seqlen, records=self._records)
+                self._decoder = decoder
                 return self._decoder.draw(uniforms[: self._size], self._start_token, advance)
             except torch.OutOfMemoryError:
                 self._decoder = None  # go on outside of the handler: the traceback holds the tensors
