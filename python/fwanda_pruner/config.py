@@ -300,7 +300,7 @@ class PruneConfig:
             raise UserError("--compile on has no effect with --engine sharded; leave it out")
         if self.engine == "sharded" and self.save != "dense":
             raise UserError(f"--save {self.save} needs the whole model on one rank; use --save dense, then fwanda pack")
-        if self.engine == "sharded" and OWN_TEXT in {source.name for source in parse_sources(self.calibration)}:
+        if self.engine == "sharded" and OWN_TEXT in {source.name for source in self.sources}:
             raise UserError(f"--calibration {OWN_TEXT} does not work with --engine sharded; use another text")
         if self.engine == "streamed" and "on" in (self.compile, self.checkpointing):
             on = "compile" if self.compile == "on" else "checkpointing"
