@@ -18,7 +18,7 @@ from ..model.load import load_model, quiet
 from .audit import Part, WrongZeros, ZeroCount, audit, stored_tensors
 from .files import system_error
 
-_SHARD_SIZE = "5GB"
+SHARD_SIZE = "5GB"  # of a file of weights
 
 load = load_model  # a dense folder is an ordinary model
 
@@ -42,7 +42,7 @@ def write(folder: Path, model, tokenizer) -> None:
     """
     write_settings(folder, model, tokenizer)
     with quiet(), _settings_kept(model):
-        model.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
 
 
 def write_settings(folder: Path, model, tokenizer) -> None:
