@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fwanda_kernels import PackedHeader, check_packed, pack_weight, packed_linear, unpack_mask, unpack_weight
 
+from ..config import DTYPES
 from ..errors import UserError
 from .lazy import LazyTensor
 
@@ -213,8 +214,17 @@ def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
 
 
 def _dtype_after(fn: Callable, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a conversion of a module, such as .to() or .half(), gives to values of a dtype."""
-    return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+    """The dtype that a conversion of a module, such as .to() or .half(), gives to values of a dtype.
+
+    Raises:
+        UserError: packed weights cannot hold it.
+    """
+    after = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+    if str(after).removeprefix("torch.") not in DTYPES:
+        raise UserError(
+            f"packed weights can be {', '.join(DTYPES)}, not {after}; make the model dense first: unpack_(model)"
+        )
+    return after
 
 
 def _converted(packed: Tensor, header: PackedHeader, dtype: torch.dtype) -> tuple[Tensor, PackedHeader]:
