@@ -27,7 +27,7 @@ from fwanda_pruner.run.bench import Row, as_dicts, bench, measure, table
 
 ERROR = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # largest, as a share of the norm
 SPREAD = 0.5  # standard deviation of the logarithms of what rows, columns and matrices keep, as under F-Wanda
-_STRIDE = 997  # every so manieth score is sampled
+_SAMPLE = 50_000  # scores of each matrix that set the threshold
 
 
 def main() -> None:
@@ -81,10 +81,14 @@ def prune_at_random(model: nn.Module, sparsity: float) -> None:
     for all, from a sample of each matrix, divides them.
     """
     targets = find_targets(model)[0]
-    sample = torch.cat([_scores(index, target).flatten()[::_STRIDE] for index, target in enumerate(targets)])
+    sample = torch.cat([_sampled(_scores(index, target)) for index, target in enumerate(targets)])
     threshold = sample.kthvalue(max(1, round(sparsity * len(sample)))).values
     for index, target in enumerate(targets):
         target.weight.masked_fill_(_scores(index, target) <= threshold, 0)
+
+
+def _sampled(scores: torch.Tensor) -> torch.Tensor:
+    return scores.flatten()[:: max(1, scores.numel() // _SAMPLE)]
 
 
 def _scores(seed: int, target: Target) -> torch.Tensor:
