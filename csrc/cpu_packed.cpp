@@ -506,10 +506,14 @@ void arrange(const Tensor& x, int64_t columns, int tokens, int padded, bool inte
 
 // The sums of rows g and g + 8 from 16 partial ones.
 inline void reduce(const float* sums, bool interleaved, float* of_row, float* of_row_8) {
-  float row = 0, row_8 = 0;
-  for (int i = 0; i < 16; i++) ((interleaved ? i % 8 < 4 : i < 8) ? row : row_8) += sums[i];
-  *of_row = row;
-  *of_row_8 = row_8;
+  const int other = interleaved ? 8 : 4, row_8 = interleaved ? 4 : 8;  // second half of a row's sums, and the other row
+  float four[2][4];
+  for (int i = 0; i < 4; i++) {
+    four[0][i] = sums[i] + sums[other + i];
+    four[1][i] = sums[row_8 + i] + sums[row_8 + other + i];
+  }
+  *of_row = (four[0][0] + four[0][1]) + (four[0][2] + four[0][3]);
+  *of_row_8 = (four[1][0] + four[1][1]) + (four[1][2] + four[1][3]);
 }
 
 // Boundaries of the tiles that each part gets, so that parts have about the same number of bytes.
