@@ -133,16 +133,22 @@ struct Counts {
   int further, odd;    // words beyond these, and lanes with an odd count, of all lanes
 };
 
-// Bytes that are needed soon. take() asks for a part of them, so that memory works while the core computes.
+// Asks for the bytes of the next chunk, a few lines with each lane, so that memory works while the core computes. It may
+// ask for more than there is: that is harmless, and has no branch that could be predicted wrongly.
 struct Ahead {
   const uint8_t* at;
-  const uint8_t* end;
-  int64_t step;
+  template <int kLines>
   inline __attribute__((always_inline)) void take() {
-    const uint8_t* stop = std::min(at + step, end);
-    for (; at < stop; at += 64) __builtin_prefetch(at, 0, 2);
+    for (int i = 0; i < kLines; i++) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * kLines;
   }
 };
+
+// Lines of a chunk for each lane at about half of the weights, and a few more.
+template <class T>
+constexpr int lines_of_lane() {
+  return sizeof(T) == 2 ? 3 : 5;
+}
 
 #define FWANDA_INLINE inline __attribute__((always_inline))
 
@@ -162,27 +168,31 @@ FWANDA_INLINE bool fits(const Counts& c, int pairs, int64_t bytes) {
   return 4 * kLanes * pairs + 4 * (kLanes * c.common + c.further) + 2 * c.odd <= bytes;
 }
 
-// The further words of each lane, and its last odd value. Copies 64 B at a time where `last` lies beyond them.
-FWANDA_INLINE void copy_rest(const uint8_t* values, const uint8_t* last, const Counts& c, Lanes& lanes) {
+// The further words of each lane, and its last odd value. Copies 64 B at a time, and 2 B for every lane, where `last` lies
+// beyond them: what is too much is overwritten or never read, and the branches that are left are predictable.
+FWANDA_INLINE void copy_rest(const uint8_t* values, const uint8_t* last, const Counts& c, int per_word, Lanes& lanes) {
   const uint8_t* further = values + 4 * kLanes * c.common;
   const uint8_t* odd = further + 4 * c.further;
   for (int l = 0; l < kLanes; l++) {
     auto* run = reinterpret_cast<uint8_t*>(lanes.words + l * kRun) + 4 * c.common;
     const int n = 4 * (c.words[l] - c.common);
     if (further + 4 * kRun <= last) {
-      for (int at = 0; at < n; at += 64) std::memcpy(run + at, further + at, 64);
+      int at = 0;
+      do std::memcpy(run + at, further + at, 64);
+      while ((at += 64) < n);
     } else {
       std::memcpy(run, further, n);
     }
     further += n;
-    if (c.count[l] > 2 * c.words[l]) {  // 16-bit values only: of 32 bits, the words are the values
-      std::memcpy(run + n, odd, 2);
-      odd += 2;
+    if (per_word == 2) {  // of 32 bits, the words are the values
+      if (odd + 2 <= last) std::memcpy(run + n, odd, 2);
+      odd += 2 * (c.count[l] & 1);
     }
   }
 }
 
-bool gather_plain(const uint8_t* chunk, int64_t bytes, const uint8_t*, int pairs, int per_word, Lanes& lanes) {
+bool gather_plain(
+    const uint8_t* chunk, int64_t bytes, const uint8_t* last, int pairs, int per_word, Lanes& lanes) {
   Counts c{};
   for (int i = 0; i < pairs * kLanes; i++) c.count[i % kLanes] += __builtin_popcount(load32(chunk + 4 * i));
   complete(c, per_word);
@@ -190,7 +200,7 @@ bool gather_plain(const uint8_t* chunk, int64_t bytes, const uint8_t*, int pairs
   const uint8_t* values = chunk + 4 * kLanes * pairs;
   for (int k = 0; k < c.common; k++)
     for (int l = 0; l < kLanes; l++) lanes.words[l * kRun + k] = load32(values + 4 * (k * kLanes + l));
-  copy_rest(values, values, c, lanes);
+  copy_rest(values, last, c, per_word, lanes);
   return true;
 }
 
@@ -268,7 +278,39 @@ FWANDA_AVX2 bool gather_avx2(
     for (int l = 0; l < kLanes; l += 8) transpose_8x8(values + 4 * (k * kLanes + l), lanes.words + l * kRun + k);
   for (; k < c.common; k++)
     for (int l = 0; l < kLanes; l++) lanes.words[l * kRun + k] = load32(values + 4 * (k * kLanes + l));
-  copy_rest(values, last, c, lanes);
+  copy_rest(values, last, c, per_word, lanes);
+  return true;
+}
+
+// 16 words of each of 4 lanes. Part i of a register first holds 4 lanes of word j + 4 i, and then 4 words of a lane.
+FWANDA_AVX512 inline void transpose_16x4(const uint8_t* from, uint32_t* to) {
+  __m512i r[4];
+  for (int j = 0; j < 4; j++) {
+    const auto word = [&](int i) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 4 * kLanes * (j + 4 * i)));
+    };
+    r[j] = _mm512_inserti32x4(_mm512_inserti32x4(_mm512_castsi128_si512(word(0)), word(1), 1), word(2), 2);
+    r[j] = _mm512_inserti32x4(r[j], word(3), 3);
+  }
+  const __m512i low0 = _mm512_unpacklo_epi32(r[0], r[1]), high0 = _mm512_unpackhi_epi32(r[0], r[1]);
+  const __m512i low1 = _mm512_unpacklo_epi32(r[2], r[3]), high1 = _mm512_unpackhi_epi32(r[2], r[3]);
+  _mm512_store_si512(to, _mm512_unpacklo_epi64(low0, low1));
+  _mm512_store_si512(to + kRun, _mm512_unpackhi_epi64(low0, low1));
+  _mm512_store_si512(to + 2 * kRun, _mm512_unpacklo_epi64(high0, high1));
+  _mm512_store_si512(to + 3 * kRun, _mm512_unpackhi_epi64(high0, high1));
+}
+
+FWANDA_AVX512 bool gather_avx512(
+    const uint8_t* chunk, int64_t bytes, const uint8_t* last, int pairs, int per_word, Lanes& lanes) {
+  const Counts c = count_avx2(chunk, pairs, per_word);
+  if (!fits(c, pairs, bytes)) return false;
+  const uint8_t* values = chunk + 4 * kLanes * pairs;
+  int k = 0;
+  for (; k < c.common && values + 4 * kLanes * (k + 16) <= last; k += 16)
+    for (int l = 0; l < kLanes; l += 4) transpose_16x4(values + 4 * (k * kLanes + l), lanes.words + l * kRun + k);
+  for (; k < c.common; k++)
+    for (int l = 0; l < kLanes; l++) lanes.words[l * kRun + k] = load32(values + 4 * (k * kLanes + l));
+  copy_rest(values, last, c, per_word, lanes);
   return true;
 }
 
@@ -299,7 +341,7 @@ FWANDA_AVX2 void multiply_avx2(
     const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, int tokens, float* sums, Ahead ahead) {
   for (int l = 0; l < kLanes; l++) {
     const auto* values = reinterpret_cast<const T*>(lanes.words + l * kRun);
-    ahead.take();
+    ahead.take<lines_of_lane<T>()>();
     for (int p = 0; p < pairs; p++) {
       const uint32_t mask = load32(bits + 4 * (p * kLanes + l));
       __m256 w[4];
@@ -351,26 +393,30 @@ FWANDA_AVX512 inline Pair512 expand_512(const Float*& values, uint32_t mask) {
 template <class T, int kTokens>
 FWANDA_AVX512 void multiply_tokens_512(
     const uint8_t* bits, int pairs, const Lanes& lanes, const float* x, float* sums, Ahead ahead) {
+  constexpr int kWays = kTokens == 1 ? 2 : 1;  // independent sums, so that additions need not wait for each other
   for (int g = 0; g < 8; g++) {
-    __m512 even[kTokens], odd[kTokens];
+    __m512 even[kWays][kTokens], odd[kWays][kTokens];
     for (int b = 0; b < kTokens; b++) {
-      even[b] = _mm512_load_ps(sums + (g * kTokens + b) * 16);
-      odd[b] = _mm512_setzero_ps();
+      odd[0][b] = even[kWays - 1][b] = odd[kWays - 1][b] = _mm512_setzero_ps();
+      even[0][b] = _mm512_load_ps(sums + (g * kTokens + b) * 16);
     }
     for (int t = 0; t < 4; t++) {
       const auto* values = reinterpret_cast<const T*>(lanes.words + (4 * g + t) * kRun);
-      ahead.take();
+      ahead.take<lines_of_lane<T>()>();
       for (int p = 0; p < pairs; p++) {
         const Pair512 w = expand_512(values, load32(bits + 4 * (p * kLanes + 4 * g + t)));
         for (int b = 0; b < kTokens; b++) {
           const float* xb = x + ((p * 4 + t) * kTokens + b) * 32;
-          even[b] = _mm512_fmadd_ps(w.first, _mm512_load_ps(xb), even[b]);
-          odd[b] = _mm512_fmadd_ps(w.second, _mm512_load_ps(xb + 16), odd[b]);
+          even[t % kWays][b] = _mm512_fmadd_ps(w.first, _mm512_load_ps(xb), even[t % kWays][b]);
+          odd[t % kWays][b] = _mm512_fmadd_ps(w.second, _mm512_load_ps(xb + 16), odd[t % kWays][b]);
         }
       }
     }
-    for (int b = 0; b < kTokens; b++)
-      _mm512_store_ps(sums + (g * kTokens + b) * 16, _mm512_add_ps(even[b], odd[b]));
+    for (int b = 0; b < kTokens; b++) {
+      __m512 sum = _mm512_add_ps(even[0][b], odd[0][b]);
+      if (kWays == 2) sum = _mm512_add_ps(sum, _mm512_add_ps(even[1][b], odd[1][b]));
+      _mm512_store_ps(sums + (g * kTokens + b) * 16, sum);
+    }
   }
 }
 
@@ -414,7 +460,10 @@ struct Kernel {
 #if defined(__x86_64__)
     if (isa != Isa::kPlain) gather = gather_avx2;
     if (isa == Isa::kAvx2) multiply = multiply_avx2<T>;
-    if (isa == Isa::kAvx512) multiply = multiply_avx512<T>;
+    if (isa == Isa::kAvx512) {
+      gather = gather_avx512;
+      multiply = multiply_avx512<T>;
+    }
 #endif
   }
   Isa isa;
@@ -432,23 +481,39 @@ template <class T>
 void arrange(const Tensor& x, int64_t columns, int tokens, int padded, bool interleaved, float* out) {
   const auto* data = static_cast<const T*>(x.data_ptr());
   const int64_t groups = (columns + kPairColumns - 1) / kPairColumns * 4;
-  for (int64_t group = 0; group < groups; group++)
+  for (int64_t group = 0; group < groups; group++) {
+    const int64_t first = group / 4 * kPairColumns + group % 4 * 8;
     for (int b = 0; b < padded; b++) {
+      float in[16] = {};  // 8 columns, and those 32 columns on
+      const T* row = data + b * columns + first;
+      if (b < tokens && first + 40 <= columns) {
+        for (int i = 0; i < 8; i++) in[i] = to_float(row[i]);
+        for (int i = 0; i < 8; i++) in[8 + i] = to_float(row[32 + i]);
+      } else if (b < tokens) {
+        for (int i = 0; i < 16; i++)
+          if (first + i / 8 * 32 + i % 8 < columns) in[i] = to_float(row[i / 8 * 32 + i % 8]);
+      }
       float* to = out + (group * padded + b) * 32;
-      for (int i = 0; i < 32; i++) {
-        const int64_t column = group / 4 * kPairColumns + i / 16 * 32 + group % 4 * 8 + i % 8;
-        const int place = interleaved ? i % 2 * 16 + i / 2 : i;
-        to[place] = b < tokens && column < columns ? to_float(data[b * columns + column]) : 0.0f;
+      if (interleaved) {
+        for (int odd = 0; odd < 2; odd++)
+          for (int i = 0; i < 16; i++) to[16 * odd + i] = in[i / 8 * 8 + i % 4 * 2 + odd];
+      } else {
+        for (int i = 0; i < 32; i++) to[i] = in[i / 16 * 8 + i % 8];
       }
     }
+  }
 }
 
 // The sums of rows g and g + 8 from 16 partial ones.
 inline void reduce(const float* sums, bool interleaved, float* of_row, float* of_row_8) {
-  float row = 0, row_8 = 0;
-  for (int i = 0; i < 16; i++) ((interleaved ? i % 8 < 4 : i < 8) ? row : row_8) += sums[i];
-  *of_row = row;
-  *of_row_8 = row_8;
+  const int other = interleaved ? 8 : 4, row_8 = interleaved ? 4 : 8;  // second half of a row's sums, and the other row
+  float four[2][4];
+  for (int i = 0; i < 4; i++) {
+    four[0][i] = sums[i] + sums[other + i];
+    four[1][i] = sums[row_8 + i] + sums[row_8 + other + i];
+  }
+  *of_row = (four[0][0] + four[0][1]) + (four[0][2] + four[0][3]);
+  *of_row_8 = (four[1][0] + four[1][1]) + (four[1][2] + four[1][3]);
 }
 
 // Boundaries of the tiles that each part gets, so that parts have about the same number of bytes.
@@ -480,8 +545,7 @@ int64_t for_chunks(const Packed& w, Gather gather, int per_word, const Chunk& bo
           ok = false;
           return;
         }
-        const uint8_t* next = w.data + stop;  // the next chunk is about as long as this one
-        body(tile, k, w.data + start, pairs, lanes, {next, std::min(next + (stop - start), w.data + w.size), (stop - start) / kLanes + 64});
+        body(tile, k, w.data + start, pairs, lanes, Ahead{w.data + stop});
       }
       if (!end(tile, lanes)) ok = false;
     }
@@ -577,7 +641,7 @@ int64_t unpack(const Packed& w, const Tensor& out) {
   auto* dense = static_cast<T*>(out.data_ptr());
   const auto write = [&](int64_t tile, int64_t k, const uint8_t* bits, int pairs, const Lanes& lanes, Ahead ahead) {
     for (int l = 0; l < kLanes; l++) {
-      ahead.take();
+      ahead.take<lines_of_lane<T>()>();
       T* rows[2];
       for (int half = 0; half < 2; half++) {
         const int64_t row = w.row_of(tile * kTileRows + 8 * half + l / 4);

@@ -58,6 +58,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A model for torch's 2:4 kernels is not 2:4, has shapes or dtypes that do not fit, or there is no GPU for them",
         "`to_semi_structured` names the matrix in an error of one line, and changes nothing",
     ),
+    "stopped conversion": (
+        "`fwanda pack` or `fwanda unpack` is interrupted, or the disk is full",
+        "no half output; of the converted model, one file of weights is in memory at a time",
+    ),
     "kept zeros": (
         "Removed weights come back in fine-tuning, or in quantisation afterwards",
         "`keep_zeros` holds them through any optimizer of torch and through a merge of adapters; int8 of torchao keeps "

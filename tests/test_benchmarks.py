@@ -17,6 +17,7 @@ import fwanda_pruner
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(FOLDER))
+import bench_decode  # noqa: E402
 import paper_tables  # noqa: E402
 import render  # noqa: E402
 from lib import markdown, naive, pictures, repeats, shapes  # noqa: E402
@@ -216,6 +217,34 @@ def test_the_flops_are_those_of_the_formula():
     linears, attention, head = 2 * weights * 30, 3 * 2 * 2 * 10**2 * 128, 2 * 512 * 128 * 30
     assert (work.linears, work.attention, work.head) == (linears, attention, head)
     assert work.forward == linears + attention and work.forward_backward == 2 * linears + 3.5 * attention + 2 * head
+
+
+def test_decoding_is_timed_dense_and_packed_at_each_sparsity(tmp_path, monkeypatch, capsys):
+    arguments = "--shape tiny --dtype float32 --device cpu --batches 1 2 --tokens 2 --prompts 8 --sparsities 0.7 0.5"
+    monkeypatch.setattr(sys, "argv", ["bench_decode.py", *arguments.split(), "--results", str(tmp_path)])
+    bench_decode.main()
+    (path,) = tmp_path.iterdir()
+    assert str(path) in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    works = [("decode eager", 1), ("decode eager", 2), ("prefill", 1)]
+    forms = ["dense", "packed 50%", "packed 70%"]
+    assert [(row["form"], row["work"], row["batch"]) for row in rows] == [
+        (form, *work) for form in forms for work in works
+    ]
+    sizes = [next(row["weight_bytes"] for row in rows if row["form"] == form) for form in forms]
+    assert sizes == sorted(sizes, reverse=True) and all(row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_random_masks_have_the_sparsity_and_rows_that_differ():
+    model = shapes.build("tiny", torch.float32, "cpu", 0)
+    bench_decode.prune_at_random(model, 0.5)
+    first = [weight == 0 for weight in weights_of(model)]
+    bench_decode.prune_at_random(model, 0.7)
+    second = [weight == 0 for weight in weights_of(model)]
+    for zeros, sparsity in ((first, 0.5), (second, 0.7)):
+        assert sum(int(z.sum()) for z in zeros) / sum(z.numel() for z in zeros) == pytest.approx(sparsity, abs=0.03)
+    assert all(bool((b | ~a).all()) for a, b in zip(first, second, strict=True))
+    assert all(float(z.float().mean(1).std()) > 0.05 for z in first)
 
 
 def test_decoding_continues_with_the_likeliest_token():

@@ -58,16 +58,9 @@ def pack_weight(weight: Tensor, mask: Tensor | None = None) -> Tensor:
 
     N is about 0.135 + itemsize * density bytes a weight. Plain torch, in pieces of a few million weights.
     """
-    op = "pack_weight"
-    checks.expect_weight(op, weight)
-    if mask is not None:
-        checks.expect(op, "mask", mask, weight.shape, BOOL, weight)
-    weight = weight.detach()
-    kept = weight.view(_bits_dtype(weight.dtype)) != 0 if mask is None else mask
-    rows, cols = weight.shape
-    sizes = _Sizes(rows, cols)
-    order = torch.full((sizes.tiles * TILE_ROWS,), -1, dtype=torch.int32, device=weight.device)
-    order[:rows] = kept.sum(1).sort(descending=True, stable=True).indices.to(torch.int32)
+    op, (rows, cols) = "pack_weight", _shape_of("pack_weight", weight, mask)
+    weight, sizes = weight.detach(), _Sizes(rows, cols)
+    kept, order = _kept_and_order(weight, mask, sizes)
     parts, lengths = [], [torch.zeros(1, dtype=torch.int64, device=weight.device)]
     for tile_rows in order.split(sizes.rows_at_once):
         data, ends = _pack_tiles(weight, kept, tile_rows.long(), sizes)
@@ -78,6 +71,22 @@ def pack_weight(weight: Tensor, mask: Tensor | None = None) -> Tensor:
         raise ValueError(f"{op}: weight [{rows}, {cols}] takes more than 32 GiB packed; split its rows")
     body = torch.cat([_padded_bytes(order), _padded_bytes(offsets.to(torch.int32)), *parts])
     return torch.cat([_header_bytes(rows, cols, weight.dtype, body).to(weight.device), body])
+
+
+def packed_size(weight: Tensor, mask: Tensor | None = None) -> int:
+    """Bytes that pack_weight() returns for a weight, without packing it; arguments and errors as there."""
+    sizes = _Sizes(*_shape_of("packed_size", weight, mask))
+    kept, order = _kept_and_order(weight.detach(), mask, sizes)
+    total = sizes.data_at
+    for tile_rows in order.split(sizes.rows_at_once):
+        rows = kept.new_zeros(len(tile_rows), sizes.chunks_of_tile * CHUNK_COLUMNS)
+        rows[:, : sizes.cols] = kept[tile_rows.long().clamp(min=0)] & (tile_rows >= 0)[:, None]
+        values = rows.view(len(rows) // TILE_ROWS, TILE_ROWS, sizes.chunks_of_tile, CHUNK_COLUMNS).sum((1, 3)).view(-1)
+        total += (
+            int(_chunk_units(sizes.bit_words(len(tile_rows) // TILE_ROWS, weight.device), values, weight).sum())
+            * _ALIGNED
+        )
+    return total
 
 
 def unpack_mask(packed: Tensor) -> Tensor:
@@ -312,6 +321,26 @@ def _places(kept: Tensor, per_word: int) -> tuple[Tensor, Tensor]:
     return torch.where(word < words, place, end + odd - 1), (end + odd[:, -1:]).view(-1)
 
 
+def _shape_of(op: str, weight: Tensor, mask: Tensor | None) -> torch.Size:
+    checks.expect_weight(op, weight)
+    if mask is not None:
+        checks.expect(op, "mask", mask, weight.shape, BOOL, weight)
+    return weight.shape
+
+
+def _kept_and_order(weight: Tensor, mask: Tensor | None, sizes: _Sizes) -> tuple[Tensor, Tensor]:
+    """[R, C] bool, which weights are kept, and [16 tiles] int32, which row stands at each place."""
+    kept = weight.view(_bits_dtype(weight.dtype)) != 0 if mask is None else mask
+    order = torch.full((sizes.tiles * TILE_ROWS,), -1, dtype=torch.int32, device=weight.device)
+    order[: sizes.rows] = kept.sum(1).sort(descending=True, stable=True).indices.to(torch.int32)
+    return kept, order
+
+
+def _chunk_units(bit_words: Tensor, values: Tensor, weight: Tensor) -> Tensor:
+    """Sizes of chunks in units of 16 bytes, from their words of bits and their numbers of values."""
+    return (bit_words * 4 + values * weight.element_size() + _ALIGNED - 1) // _ALIGNED
+
+
 def _pack_tiles(weight: Tensor, kept: Tensor, order: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor]:
     """Bytes of the chunks of some tiles, and the ends of these chunks in units of 16 B."""
     rows, real = order.clamp(min=0), order >= 0
@@ -320,7 +349,7 @@ def _pack_tiles(weight: Tensor, kept: Tensor, order: Tensor, sizes: _Sizes) -> t
     values = _by_lane(weight[rows].view(bits_dtype), sizes)
     place, counts = _places(lanes, per_word)
     bit_words = sizes.bit_words(len(order) // TILE_ROWS, weight.device)
-    ends = ((bit_words * 4 + counts * weight.element_size() + _ALIGNED - 1) // _ALIGNED).cumsum(0)
+    ends = _chunk_units(bit_words, counts, weight).cumsum(0)
     starts = ends.new_zeros(len(ends))
     starts[1:] = ends[:-1]
     data = torch.zeros(int(ends[-1]) * _ALIGNED if len(ends) else 0, dtype=torch.uint8, device=weight.device)

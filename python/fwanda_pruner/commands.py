@@ -51,19 +51,23 @@ def _config(args: argparse.Namespace) -> PruneConfig:
     return PruneConfig.from_dict({**base, **_given(args)})
 
 
-def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True):
+def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True, packed: bool = False):
     """The model and tokenizer of a command.
 
     Args:
         streams: whether the command can run with the streamed and the sharded engine.
+        packed: whether a packed folder stays packed.
     """
     begin_stage(StageName.LOAD.title)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    from .model.load import load_model
+    from .model.load import is_packed, load_model, load_packed
 
     trust = {"allow_pickle": args.allow_pickle, "trust_remote_code": args.trust_remote_code}
     engine = config.engine if streams else "resident"
+    if packed and engine in ("auto", "resident") and is_packed(args.model):
+        trust = {"trust_remote_code": args.trust_remote_code}
+        return load_packed(args.model, device=device_of(config.device), dtype=config.dtype, **trust)
     place = {"device": device_of(config.device), "engine": engine, "max_bytes": config.memory_limit}
     place["offload"] = config.offload
     return load_model(args.model, dtype=config.dtype, **place, **trust)
@@ -327,7 +331,7 @@ def evaluate(args: argparse.Namespace) -> Result:
 
     config = _as_recorded(args.model, config)
     with planned([StageName.LOAD.title, "perplexity and zeros", *(["tasks"] if tasks else [])]):
-        model, tokenizer = _load(args, config, streams=not tasks)
+        model, tokenizer = _load(args, config, streams=not tasks, packed=True)
         begin_stage("perplexity and zeros")
         result = evaluate_model(model, tokenizer, config=config)
         if tasks:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fwanda_kernels import unpack_weight
+
 from ..errors import UserError
+from ..model.packed import packed_weights
 from .engine import Engine
 
 
 def fingerprint(engine: Engine) -> str:
-    """sha256 of a sample of each weight, in fp32. It tells models of the same shape apart."""
+    """sha256 of a sample of each weight in fp32, and of the headers of packed ones. It tells models apart."""
     digest = hashlib.sha256()
     for index in range(engine.block_count):
         with engine.block(index) as block:
@@ -22,6 +25,8 @@ def fingerprint(engine: Engine) -> str:
                 rows, cols = weight.shape
                 sample = weight[:: max(1, rows // 8), :: max(1, cols // 8)]
                 digest.update(sample.float().cpu().contiguous().numpy().tobytes())
+            for _, packed, _ in packed_weights(block.module):
+                digest.update(bytes(packed[:64].tolist()))  # the header, which holds a hash of the rest
     return digest.hexdigest()
 
 
@@ -35,6 +40,8 @@ def check_finite(engine: Engine) -> None:
     for index in range(engine.block_count):
         with engine.block(index) as block:
             _refuse_not_finite((f"{engine.block_path(index)}.{n}", p) for n, p in block.module.named_parameters())
+            for name, packed, header in packed_weights(block.module):  # one at a time is dense
+                _refuse_not_finite([(f"{engine.block_path(index)}.{name}", unpack_weight(packed, header))])
 
 
 def _refuse_not_finite(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -52,7 +59,7 @@ class WeightCounts:
     Attributes:
         parameters, zeros: of the whole model.
         block_parameters: of the decoder blocks.
-        target_parameters, target_zeros: of the targets.
+        target_parameters, target_zeros: of the targets, and of packed matrices.
     """
 
     parameters: int
@@ -76,6 +83,10 @@ def count_weights(engine: Engine) -> WeightCounts:
             inside_zeros += sum(count_zeros(parameters))
             target_size += sum(w.numel() for w in weights)
             target_zeros += sum(count_zeros(weights))
+            for _, packed, header in packed_weights(block.module):
+                size, zeros = header.shape[0] * header.shape[1], *count_zeros([unpack_weight(packed, header)])
+                inside_size, inside_zeros = inside_size + size, inside_zeros + zeros
+                target_size, target_zeros = target_size + size, target_zeros + zeros
     return WeightCounts(
         parameters=inside_size + sum(p.numel() for p in outside),
         zeros=inside_zeros + sum(count_zeros(outside)),

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fwanda_kernels import PackedHeader, pack_weight
+from fwanda_kernels import PackedHeader, pack_weight, packed_size
 
 from ..config import LEAST_PACKED
 from ..errors import UserError
 from .arguments import expect_model
 from .cache import size_text
+from .lazy import LazyTensor
 from .packed import PackedExperts, PackedLinear, expect_dense, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
 from .targets import Target, find_targets
@@ -34,6 +35,20 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
         UserError: no matrix is sparse enough, and not `force`; the model is packed already, or has no matrices that can
             be pruned.
     """
+    return _pack(model, force, pack_weight)
+
+
+def pack_lazily_(model: nn.Module, *, force: bool = False) -> nn.Module:
+    """As pack_(), but each matrix is packed when it is written to a file: a LazyTensor stands for it until then.
+
+    The model cannot compute afterwards. Its dense weights stay where they are, such as in a mapped file.
+    """
+    return _pack(
+        model, force, lambda weight: LazyTensor(lambda: pack_weight(weight), (packed_size(weight),), torch.uint8)
+    )
+
+
+def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor]) -> nn.Module:
     expect_model(model)
     expect_dense(model)
     targets = find_targets(model)[0]
@@ -50,15 +65,24 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
     waiting = {target.parameter: target for target in reversed(chosen)}
     del targets, chosen  # so that each dense weight is freed once it is packed
     while waiting:
-        _pack_target(model, waiting.popitem()[1])
+        _pack_target(model, waiting.popitem()[1], pack)
     mark_packed(model)
     return model
 
 
 def unpack_(model: nn.Module) -> nn.Module:
     """Replace the packed matrices of a model by dense ones, in place, one after the other; returns the model."""
+    return _unpack(model, lazily=False)
+
+
+def unpack_lazily_(model: nn.Module) -> nn.Module:
+    """As unpack_(), but each matrix is unpacked when it is written to a file, as in pack_lazily_()."""
+    return _unpack(model, lazily=True)
+
+
+def _unpack(model: nn.Module, *, lazily: bool) -> nn.Module:
     expect_model(model)
-    unpack_layers_(model)
+    unpack_layers_(model, lazily=lazily)
     unmark_packed(model)
     return model
 
@@ -103,17 +127,17 @@ def _sparse(targets: list[Target]) -> list[Target]:
 
 
 @torch.no_grad()
-def _pack_target(model: nn.Module, target: Target) -> None:
+def _pack_target(model: nn.Module, target: Target, pack: Callable[[Tensor], Tensor]) -> None:
     """Replace the module of a target, or the parameter of fused experts that it is a slice of."""
     if target.slice_of is None:
         layer = target.module
-        packed = pack_weight(target.weight)
+        packed = pack(target.weight)
         header = PackedHeader(tuple(target.shape), target.weight.dtype, "")
         new = PackedLinear(packed, header, layer.bias, conv1d=isinstance(layer, Conv1D))
         model.set_submodule(target.name, new.train(layer.training))
         return
     module, name = target.slice_of.experts.module, target.slice_of.parameter.rpartition(".")[2]
     parameter = getattr(module, name)
-    packed = [pack_weight(weight) for weight in parameter]
+    packed = [pack(weight) for weight in parameter]
     header = PackedHeader(tuple(parameter.shape[1:]), parameter.dtype, "")
     put_experts(module, name, packed, [header] * len(packed))

@@ -10,7 +10,9 @@ from transformers.pytorch_utils import Conv1D
 
 from fwanda_kernels import PackedHeader, check_packed, pack_weight, packed_linear, unpack_mask, unpack_weight
 
+from ..config import DTYPES
 from ..errors import UserError
+from .lazy import LazyTensor
 
 
 class PackedLinear(nn.Module):
@@ -41,13 +43,18 @@ class PackedLinear(nn.Module):
         """[R, C] in the dtype of the values."""
         return unpack_weight(self.weight, self.header)
 
-    def unpacked(self) -> nn.Module:
-        """The dense layer that this one replaces."""
+    def unpacked(self, *, lazily: bool = False) -> nn.Module:
+        """The dense layer that this one replaces; lazily, with a LazyTensor as its weight."""
         rows, cols = self.header.shape
-        weight = self.dense_weight()
+
+        def make() -> Tensor:
+            return self.dense_weight().T.contiguous() if self.conv1d else self.dense_weight()
+
+        shape = (cols, rows) if self.conv1d else (rows, cols)
+        weight = LazyTensor(make, shape, self.header.dtype) if lazily else make()
         with torch.device("meta"):
             layer = Conv1D(rows, cols) if self.conv1d else nn.Linear(cols, rows, bias=self.bias is not None)
-        layer.weight = nn.Parameter(weight.T.contiguous() if self.conv1d else weight, requires_grad=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
         layer.bias = self.bias
         return layer.train(self.training)
 
@@ -133,20 +140,23 @@ def _empty_experts(dense: type, names: tuple[str, ...]) -> PackedExperts:
 
 
 def _unpacking(name: str) -> property:
-    return property(lambda self: _stacked(self, name))
+    return property(lambda self: _stacking(self, name)())
 
 
-def _stacked(module: PackedExperts, name: str) -> Tensor:
-    """The 3-D parameter [E, A, B], unpacked."""
+def _stacking(module: PackedExperts, name: str) -> Callable[[], Tensor]:
+    """A function that unpacks the 3-D parameter [E, A, B]."""
     headers = module.packed_headers[name]
-    return torch.stack([
-        unpack_weight(getattr(module, expert_key(name, index)), header) for index, header in enumerate(headers)
-    ])  # fmt: skip
+    packed = [getattr(module, expert_key(name, index)) for index in range(len(headers))]
+    return lambda: torch.stack([unpack_weight(*pair) for pair in zip(packed, headers, strict=True)])
 
 
-def take_experts(module: PackedExperts) -> None:
-    """Undo put_experts() for all parameters of a module."""
-    dense = {name: nn.Parameter(_stacked(module, name), requires_grad=False) for name in module.packed_headers}
+def take_experts(module: PackedExperts, *, lazily: bool = False) -> None:
+    """Undo put_experts() for all parameters of a module; lazily, they become LazyTensors."""
+    dense = {}
+    for name, headers in module.packed_headers.items():
+        make, shape = _stacking(module, name), (len(headers), *headers[0].shape)
+        weight = LazyTensor(make, shape, headers[0].dtype) if lazily else make()
+        dense[name] = nn.Parameter(weight, requires_grad=False)
     for key, _, _ in list(module.packed_weights()):
         delattr(module, key)
     module.__class__ = _dense_class(module)
@@ -155,13 +165,13 @@ def take_experts(module: PackedExperts) -> None:
         module.register_parameter(name, parameter)
 
 
-def unpack_layers_(model: nn.Module) -> None:
+def unpack_layers_(model: nn.Module, *, lazily: bool = False) -> None:
     """Replace the packed layers and experts of a model by dense ones, in place, one after the other."""
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
-            model.set_submodule(name, module.unpacked())
+            model.set_submodule(name, module.unpacked(lazily=lazily))
         elif isinstance(module, PackedExperts):
-            take_experts(module)
+            take_experts(module, lazily=lazily)
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, PackedHeader]]:
@@ -204,8 +214,17 @@ def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
 
 
 def _dtype_after(fn: Callable, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a conversion of a module, such as .to() or .half(), gives to values of a dtype."""
-    return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+    """The dtype that a conversion of a module, such as .to() or .half(), gives to values of a dtype.
+
+    Raises:
+        UserError: packed weights cannot hold it.
+    """
+    after = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+    if str(after).removeprefix("torch.") not in DTYPES:
+        raise UserError(
+            f"packed weights can be {', '.join(DTYPES)}, not {after}; make the model dense first: unpack_(model)"
+        )
+    return after
 
 
 def _converted(packed: Tensor, header: PackedHeader, dtype: torch.dtype) -> tuple[Tensor, PackedHeader]:

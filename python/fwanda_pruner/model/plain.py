@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from ..errors import UserError
 from .arguments import expect_model
 from .checks import check_quantization
+from .packed import packed_weights
 from .placement import blocks_lie_apart, is_sharded
 from .targets import find_blocks
 
@@ -29,8 +30,11 @@ _EMPTY = "is on the meta device and holds no numbers; load the model with its we
 _LORA = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)\b")
 
 
-def check_plain(model: nn.Module) -> None:
+def check_plain(model: nn.Module, *, packed: bool = False) -> None:
     """Refuses what is no causal language model, and one whose weights are not plain tensors on one device.
+
+    Args:
+        packed: accept packed weights.
 
     Raises:
         UserError: naming the first module or tensor that is in the way, and what to do.
@@ -43,7 +47,8 @@ def check_plain(model: nn.Module) -> None:
             if fault is not None:
                 raise UserError(f"{name or 'the model'} {fault}")
     expect_model(model)  # after the loop, which knows wrappers by name
-    check_quantization(model.config, "the model")
+    if not packed or next(packed_weights(model), None) is None:
+        check_quantization(model.config, "the model")
     _check_tensors(model)
     _check_places(model)
     _check_shared_memory(model)

@@ -115,17 +115,21 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
     """List the linear layers and experts inside the decoder blocks, and the matrices there that are not pruned.
 
     Embeddings and the output head lie outside the blocks: they are neither pruned nor listed. The other parts of a
-    multimodal model are listed as skipped.
+    multimodal model are listed as skipped. Packed matrices are left out.
 
     Raises:
         UserError: there is nothing to prune, or a weight is quantised or has another dtype than bf16, fp16 and fp32.
     """
+    from .packed import PackedExperts, PackedLinear, packed_weights  # imports transformers
+
     prefix, blocks = find_blocks(model)
     shared = _shared_weights(model)
     targets, skipped = [], []
     for index, block in enumerate(blocks):
         routers = _routers(block)
         for name, module in block.named_modules(prefix=f"{prefix}.{index}"):
+            if isinstance(module, PackedLinear | PackedExperts):
+                continue
             if id(module) in routers:
                 skipped += _skip_matrices(name, module, "a router to the experts, which stays dense")
             elif isinstance(module, (nn.Linear, _conv1d())):
@@ -138,7 +142,7 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
                 expert_targets, dense = _find_experts(name, index, block, module)
                 targets += expert_targets
                 skipped += dense
-    if not targets:
+    if not targets and next(packed_weights(model), None) is None:
         raise UserError(f"{type(model).__name__} has no linear layers in {prefix}; this model cannot be pruned")
     return targets, skipped + _other_modalities(model, prefix)
 
@@ -252,7 +256,7 @@ def select_targets(
             unselected.append(_unselected(target, "not matched by --include"))
         else:
             selected.append(target)
-    if not selected:
+    if names and not selected:
         raise UserError("--include and --exclude leave no matrix to prune")
     return selected, unselected + skipped
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..engine.decode import Decoder
 from ..engine.device import evaluating
 from ..errors import UserError
 from ..model.load import is_packed, load_model, load_packed
@@ -20,6 +23,7 @@ from .energy import EnergyMeter
 
 PROMPT = 16  # tokens that decoding starts from
 EXTRA = 4  # steps of decoding beside those that are measured
+_RESOLVED = 2.2  # seconds; the energy meter resolves 2.0
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,12 @@ class Row:
 
     Attributes:
         form: dense or packed.
-        work: "decode eager" (one token after the other), "decode graphs" (the same with a static cache, compiled to
-            CUDA graphs) or "prefill" (a whole prompt in one pass).
+        work: "decode eager" (one token after the other), "decode graphs" (the same with a static cache, each step
+            recorded as a CUDA graph) or "prefill" (a whole prompt in one pass).
         batch: sequences at once.
         tokens: decoded for each sequence, or in the prompt.
         tokens_per_s: of all sequences together.
-        ms: median time of a step of decoding, or of the prompt.
+        ms: median time of a step of decoding, or of the prompt; with graphs, of a whole sequence divided by its tokens.
         joules_per_token: gross energy of the GPU, or why it was not measured.
         weight_bytes: parameters and buffers in memory.
     """
@@ -77,8 +81,8 @@ def bench(
             begin_stage(form)
             model = _load(folder, form, device, dtype)
             _check_lengths(model, tokens, prompts)
-            with evaluating(model), torch.no_grad():
-                rows += _rows(model, form, batches, tokens, prompts)
+            with evaluating(model):
+                rows += measure(model, form, batches=batches, tokens=tokens, prompts=prompts)
             del model
     return rows
 
@@ -95,12 +99,12 @@ def _check_lengths(model: nn.Module, tokens: int, prompts: tuple[int, ...]) -> N
 def table(rows: list[Row]) -> str:
     """The rows as text, the packed ones with their speed against the dense ones."""
     dense = {(row.work, row.batch, row.tokens): row for row in rows if row.form == "dense"}
-    lines = [f"{'form':7} {'work':13} {'batch':>5} {'tokens':>6} {'tokens/s':>10} {'ms':>9} {'weights MB':>10}  speed"]
+    lines = [f"{'form':12} {'work':13} {'batch':>5} {'tokens':>6} {'tokens/s':>10} {'ms':>9} {'weights MB':>10}  speed"]
     for row in rows:
         speed = row.tokens_per_s / dense[row.work, row.batch, row.tokens].tokens_per_s
         size = f"{row.weight_bytes / 1e6:10.1f}"
         lines.append(
-            f"{row.form:7} {row.work:13} {row.batch:5} {row.tokens:6} {row.tokens_per_s:10.1f} {row.ms:9.2f} {size}"
+            f"{row.form:12} {row.work:13} {row.batch:5} {row.tokens:6} {row.tokens_per_s:10.1f} {row.ms:9.2f} {size}"
             f"  {speed:.2f}x"
         )
     joules = {row.joules_per_token for row in rows if isinstance(row.joules_per_token, str)}
@@ -123,79 +127,71 @@ def _load(folder: str | Path, form: str, device: str, dtype: str | None) -> nn.M
     return pack_(model) if form == "packed" else model
 
 
-def _rows(model: nn.Module, form: str, batches: tuple[int, ...], tokens: int, prompts: tuple[int, ...]) -> list[Row]:
+@torch.no_grad()
+def measure(model: nn.Module, form: str, *, batches: Sequence[int], tokens: int, prompts: Sequence[int]) -> list[Row]:
+    """Measure a model as it is, in evaluation mode; arguments as bench(), and `form` names it in the rows."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     device, vocabulary = model.device, model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
+    rows = []
 
     def prompt(batch: int, length: int) -> Tensor:
         return torch.randint(vocabulary, (batch, length), generator=generator).to(device)
 
-    rows = []
-    works = {"decode eager": decode_steps} | ({"decode graphs": graph_steps} if device.type == "cuda" else {})
-    for work, steps_of in works.items():
-        for batch in batches:
-            step = steps_of(model, prompt(batch, PROMPT), tokens + EXTRA)
-            times, joules = _timed(step, tokens, device)
-            ms = 1e3 * statistics.median(times)
-            per_token = joules if isinstance(joules, str) else joules / (batch * tokens)
-            rows.append(Row(form, work, batch, tokens, 1e3 * batch / ms, ms, per_token, size))
+    def add(work: str, batch: int, steps: int, per_step: int, timing: tuple[float, float | str]) -> None:
+        ms, joules = timing
+        per_token = joules if isinstance(joules, str) else joules / per_step
+        rows.append(Row(form, work, batch, steps, 1e3 * per_step / ms, ms, per_token, size))
+
+    for batch in batches:
+        step = decode_steps(model, prompt(batch, PROMPT))
+        add("decode eager", batch, tokens, batch, _timed(step, tokens, device))
+    for batch in batches if device.type == "cuda" else ():
+        decoder, uniforms = Decoder(model, batch, tokens), torch.rand(batch, tokens, generator=generator).double()
+        ms, joules = _timed(lambda d=decoder, u=uniforms: d.draw(u, 0, lambda _: None), 1, device, seconds=_RESOLVED)
+        joules = joules if isinstance(joules, str) else joules / tokens
+        add("decode graphs", batch, tokens, batch, (ms / tokens, joules))
     for length in prompts:
         ids = prompt(1, length)
-        times, joules = _timed(lambda ids=ids: model(input_ids=ids, use_cache=False, logits_to_keep=1), 3, device)
-        ms = 1e3 * statistics.median(times)
-        per_token = joules if isinstance(joules, str) else joules / (3 * length)
-        rows.append(Row(form, "prefill", 1, length, 1e3 * length / ms, ms, per_token, size))
+        step = partial(model, input_ids=ids, use_cache=False, logits_to_keep=1)
+        add("prefill", 1, length, length, _timed(step, 3, device, seconds=_RESOLVED))
     return rows
 
 
-def decode_steps(model: nn.Module, prompt: Tensor, _most: int) -> Callable[[], object]:
+def decode_steps(model: nn.Module, prompt: Tensor) -> Callable[[], object]:
     """A function that decodes one more token of each sequence greedily, with a growing cache."""
     out = model(input_ids=prompt, use_cache=True)
-    state = {"cache": out.past_key_values, "token": out.logits[:, -1:].argmax(-1)}
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # the older name
+    state = {"cache": getattr(out, name), "token": out.logits[:, -1:].argmax(-1)}
 
     def step() -> None:
-        out = model(input_ids=state["token"], past_key_values=state["cache"], use_cache=True)
+        out = model(input_ids=state["token"], use_cache=True, **{name: state["cache"]})
         state["token"] = out.logits[:, -1:].argmax(-1)
 
     return step
 
 
-def graph_steps(model: nn.Module, prompt: Tensor, most: int) -> Callable[[], object]:
-    """The same with a static cache, as CUDA graphs of torch.compile."""
-    from transformers import StaticCache
+def _timed(
+    step: Callable[[], object], count: int, device: torch.device, *, seconds: float = 0.0
+) -> tuple[float, float | str]:
+    """Median milliseconds and joules of a step, after three to warm up.
 
-    length = prompt.shape[1]
-    cache = StaticCache(config=model.config, max_cache_len=length + most)
-    position = torch.arange(length, device=prompt.device)
-    out = model(input_ids=prompt, past_key_values=cache, cache_position=position, use_cache=True)
-    state = {"token": out.logits[:, -1:].argmax(-1), "position": position[-1:] + 1}
-    compiled = torch.compile(model.forward, mode="reduce-overhead", dynamic=False)
-
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        out = compiled(
-            input_ids=state["token"], past_key_values=cache, cache_position=state["position"], use_cache=True
-        )
-        state["token"] = out.logits[:, -1:].argmax(-1).clone()
-        state["position"] += 1
-
-    return step
-
-
-def _timed(step: Callable[[], object], count: int, device: torch.device) -> tuple[list[float], float | str]:
-    """Seconds of each of `count` steps, after three warm-up steps, and the joules of all."""
+    Args:
+        count: steps to measure at least.
+        seconds: how long to measure at least on a GPU, whose energy counter does not resolve less.
+    """
     for _ in range(3):
         step()
-    times = []
+    times: list[float] = []
     with EnergyMeter(device) as meter:
-        for _ in range(count):
+        while len(times) < count or (device.type == "cuda" and sum(times) < seconds):
             _wait(device)
             start = time.perf_counter()
             step()
             _wait(device)
             times.append(time.perf_counter() - start)
-    return times, meter.result
+    joules = meter.result
+    return 1e3 * statistics.median(times), joules if isinstance(joules, str) else joules / len(times)
 
 
 def _wait(device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""Writes packed copies of dense folders, and dense copies of packed ones."""
+"""Writes packed copies of dense folders, and dense copies of packed ones.
+
+Of the converted model, one file is in memory at a time. The files of the source are mapped, not read into memory.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from ..errors import UserError
 from ..formats import dense
 from ..formats.files import atomic_folder, check_output
 from ..formats.source import carry_files
-from ..model.load import is_packed, load_model
-from ..model.pack import pack_
+from ..model.load import is_packed, load_model, load_packed
+from ..model.pack import pack_lazily_, unpack_lazily_
 from ..progress import begin_stage, planned
 from ..report.record import FILE_NAME, Report
 from ..stage_names import StageName
@@ -57,11 +60,13 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
     check_output(output, overwrite=overwrite, inputs=[str(source)])
     with planned([StageName.LOAD.title, StageName.SAVE.title]):
         begin_stage(StageName.LOAD.title)
-        model, tokenizer = load_model(source, device="cpu")
+        model, tokenizer = (load_model if save == "packed" else load_packed)(source, device="cpu")
         report = Report.load(source) if Path(source, FILE_NAME).is_file() else None
         begin_stage(StageName.SAVE.title)
         if save == "packed":
-            pack_(model, force=force)
+            pack_lazily_(model, force=force)
+        else:
+            unpack_lazily_(model)
         if report is not None:
             report.config = {**report.config, "save": save}
             save_pruned(model, tokenizer, report, output, overwrite=overwrite)

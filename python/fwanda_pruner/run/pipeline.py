@@ -218,8 +218,8 @@ def _prune(
     return Pruned(settled, statistics, choice, passes, floored, rows, row_histogram, refitted, domains)
 
 
-def _check_arguments(model, tokenizer) -> None:
-    check_plain(model)
+def _check_arguments(model, tokenizer, *, packed: bool = False) -> None:
+    check_plain(model, packed=packed)
     expect_tokenizer(tokenizer)
 
 
@@ -299,8 +299,9 @@ def evaluate_model(
     """Perplexity of a model as it is, with its protocol, and the zeros it holds.
 
     Args:
-        model, tokenizer, config, eval, progress, **settings: as prune(). Only the settings eval, eval_seqlen (default:
-            seqlen), eval_windows and bos count: others in config have no effect, and others by name are refused.
+        model, tokenizer, config, eval, progress, **settings: as prune(), and the model may be packed. Only the settings
+            eval, eval_seqlen (default: seqlen), eval_windows and bos count: others in config have no effect, and others
+            by name are refused.
 
     Returns:
         {"perplexity": [{source, perplexity, seqlen, windows, tokens_sha256, bos, tokenizer}], one for each text,
@@ -309,7 +310,7 @@ def evaluate_model(
     Raises:
         UserError: as prune().
     """
-    _check_arguments(model, tokenizer)
+    _check_arguments(model, tokenizer, packed=True)
     config = _config(config, settings, (*settings_of("eval", "bos"), "seqlen"))
     with recording([]), showing(Ranks.current().first), evaluating(model):
         config = with_sources(config, None, eval, None)

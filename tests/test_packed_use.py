@@ -1,0 +1,155 @@
+"""Packed models where users load them: evaluation, tasks, saving, moving, copies and state dicts."""
+
+import copy
+import importlib.util
+import io
+import json
+
+import pytest
+import tiny
+import torch
+from test_packed import IDS, assert_same_state, logits, sparse, state
+from test_tasks import examples, write_task
+from transformers import AutoModelForCausalLM
+
+from fwanda_pruner import UserError, evaluate_model, pack_, unpack_
+from fwanda_pruner.evaluate.lm_eval_tasks import evaluate_tasks
+from fwanda_pruner.model.packed import packed_weights
+
+needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+FAMILIES = ["mistral", "gpt2", "gpt_oss"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A packed folder of a tiny model in bf16."""
+    pack_(sparse(tiny.llama(dtype=torch.bfloat16))).save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options).eval()
+
+
+def is_packed(model) -> bool:
+    return next(packed_weights(model), None) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_of_a_packed_model_gives_what_the_dense_one_gives(family):
+    model = sparse(tiny.build(family))
+    windows = torch.arange(3 * 20).view(3, 20)  # more than 16 tokens are multiplied with the unpacked weight
+    expected = evaluate_model(model, eval=windows, progress=False)
+    assert expected["sparsity"]["matrices"] > 0.4
+    assert evaluate_model(pack_(model), eval=windows, progress=False) == expected
+    assert is_packed(model)
+
+
+def test_zeros_of_matrices_that_stayed_dense_count_too():
+    model = tiny.llama().eval()
+    model.model.layers[0].mlp.up_proj.weight.data[:, ::2] = 0
+    expected = evaluate_model(model, eval=IDS, progress=False)["sparsity"]
+    assert evaluate_model(pack_(model), eval=IDS, progress=False)["sparsity"] == expected
+
+
+@needs_lm_eval
+def test_tasks_of_lm_eval_run_on_a_packed_model(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model, task = sparse(tiny.llama()), write_task(tmp_path, "word_choice", examples(12))
+    tokenizer = tiny.tokenizer()
+    dense = evaluate_tasks(model, tokenizer, [task], progress=False)
+    packed = evaluate_tasks(pack_(model), tokenizer, [task], progress=False)
+    assert is_packed(model) and packed == dense
+
+
+# as users load and save
+
+
+@needs_accelerate
+@pytest.mark.parametrize(
+    "options", [{"device_map": "cpu"}, {"device_map": {"": "cpu"}}, {"low_cpu_mem_usage": True}], ids=str
+)
+def test_options_of_from_pretrained(options, folder):
+    assert torch.equal(logits(load(folder, **options)), logits(load(folder)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_dicts_are_written_by_torch_and_loaded_again(family):
+    model, other = pack_(sparse(tiny.build(family))), pack_(sparse(tiny.build(family)))
+    expected, file = logits(model), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    for _, packed, _ in packed_weights(other):
+        packed.zero_()
+    assert other.load_state_dict(torch.load(file, weights_only=True)).missing_keys == []
+    assert torch.equal(logits(other), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("convert", ["half", "bfloat16"])
+def test_conversions_of_dtypes_give_what_the_dense_model_gives(convert, family, tmp_path):
+    model, dense = (sparse(tiny.build(family)) for _ in range(2))
+    expected = state(getattr(dense, convert)())
+    assert_same_state(unpack_(copy.deepcopy(getattr(pack_(model), convert)())), expected)
+    model.save_pretrained(tmp_path / "packed")  # its config must name the new sizes
+    dense.save_pretrained(tmp_path / "dense")  # some parameters load as fp32
+    assert_same_state(unpack_(load(tmp_path / "packed")), load(tmp_path / "dense").state_dict())
+
+
+@pytest.mark.fault("packed file")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dtype_that_cannot_be_packed_is_refused_in_one_line(family):
+    with pytest.raises(UserError, match=r"packed weights can be .*, not torch.float64; .*unpack_\(model\)$"):
+        pack_(sparse(tiny.build(family))).double()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_are_written_and_loaded(tied, tmp_path):
+    model = pack_(sparse(tiny.llama(tie_word_embeddings=tied)))
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    loaded = load(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    loaded.save_pretrained(tmp_path / "again")
+    names = ("config.json", "generation_config.json")
+    first, second = (
+        [json.loads((place / name).read_text()) for name in names] for place in (tmp_path, tmp_path / "again")
+    )
+    assert first == second and torch.equal(logits(load(tmp_path / "again")), logits(model))
+
+
+def test_generation_in_batches_with_padding_and_sampling(folder):
+    model, dense = load(folder), unpack_(load(folder))
+    ids = torch.arange(3 * 5).view(3, 5)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    model, dense = model.to(torch.float32), dense.to(torch.float32)
+    assert torch.equal(model.generate(ids, **settings), dense.generate(ids, **settings))
+
+
+def test_a_packed_model_moves_between_devices_and_dtypes_at_once(folder):
+    model = load(folder)
+    model.to("meta")
+    assert all(packed.is_meta for _, packed, _ in packed_weights(model))
+    model = load(folder).to(device="cpu", dtype=torch.float32)
+    assert model.dtype == torch.float32 and logits(model).dtype == torch.float32
+    assert all(header.dtype == torch.float32 for *_, header in packed_weights(model))
+
+
+def test_a_packed_model_is_not_trained(folder):
+    model = load(folder)
+    with pytest.raises((RuntimeError, UserError), match="packed"):
+        model(IDS, labels=IDS).loss.backward()
+
+
+def test_a_pipeline_of_transformers_generates(folder):
+    from transformers import pipeline
+
+    tokenizer = tiny.byte_tokenizer()
+    model = pack_(sparse(tiny.llama(vocab_size=len(tokenizer))))
+    text = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    assert text("ab", max_new_tokens=2, do_sample=False)[0]["generated_text"].startswith("ab")
