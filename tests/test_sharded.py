@@ -96,7 +96,7 @@ def test_saved_files_are_those_of_the_resident_engine(folders, size, name):
 
 def test_what_does_not_work_is_one_line(found):
     says = {
-        "self": "the model writes text only with --engine resident",
+        "self": "the model writes no text with --engine sharded",
         "resident": "load the model with --engine resident",
         "streamed": "load the model with --engine streamed",
         "packed": "a sharded model is saved in the form dense",
