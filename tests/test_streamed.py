@@ -391,7 +391,6 @@ def test_free_ram_of_this_machine():
     assert 0 < memory.free_ram() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.fault("ranks differ")
 @pytest.fixture(scope="module")
 def large_folder(tmp_path_factory):
     """A model of 67 MB, 16.8 MB a block."""

@@ -21,6 +21,8 @@ from .sums import Sums
 from .threshold import select_threshold
 from .walk import BlockWalk
 
+_LEAST_TOKENS = 8192  # in a pass: it gathers each block as often for few windows as for many
+
 
 class ShardedEngine(ResidentEngine):
     """A model whose decoder blocks FSDP2 divides over the ranks.
@@ -35,7 +37,6 @@ class ShardedEngine(ResidentEngine):
     """
 
     name = "sharded"
-    _more_windows = 4  # a pass gathers each block as often for few windows as for many
 
     def __init__(
         self,
@@ -123,6 +124,9 @@ class ShardedEngine(ResidentEngine):
         self, row_scales: Mapping[str, Tensor], column_scales: Mapping[str, Tensor], total: int
     ) -> dict[str, Tensor]:
         return select_threshold(self._named_weights, row_scales, column_scales, total)
+
+    def _loading(self) -> dict[str, int]:
+        return {"least_tokens": _LEAST_TOKENS}
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and weight [R, C] of each target; a weight stays in memory until the next block is asked for."""
