@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UserError, one_line
+from ..model.attributes import replaced
 from ..model.load import load_model, quiet
 from ..model.placement import is_sharded
 from ..model.sharding import gathered_parts
@@ -160,28 +161,48 @@ def _trace(
 ) -> dict[str, list[Part]]:
     """Finds the parts of matrices that transformers renames, or splits, when it saves a model.
 
-    A second save shows where each matrix goes: it saves small tensors in place of the weights, each filled with the
-    number of its matrix. A matrix that does not reappear has no parts.
+    A matrix that save_tags() does not bring back has no parts.
     """
     tags: dict[str, Tensor] = {}
+    parameters = dict(model.named_parameters())
     for number, name in enumerate(names):
-        if name in slices:
-            parameter, index = slices[name]
-            experts = len(model.get_parameter(parameter))
-            tags.setdefault(parameter, torch.full((experts, 2, 2), -1, dtype=torch.int64, device="cpu"))[index] = number
-        else:
-            tags[f"{name}.weight"] = torch.full((2, 2), number, dtype=torch.int64, device="cpu")
+        if name not in slices:
+            tags[f"{name}.weight"] = tag_of(number)
+        elif (parameter := slices[name].tensor) in parameters:
+            experts = len(parameters[parameter])
+            tags.setdefault(parameter, tag_of(-1).repeat(experts, 1, 1))[slices[name].index] = number
     parts: dict[str, list[Part]] = {name: [] for name in names}
-    # some models cannot save such small tensors
-    with tempfile.TemporaryDirectory(dir=folder) as place, contextlib.suppress(IndexError, RuntimeError, ValueError):
-        with quiet(), _settings_kept(model):
-            model.save_pretrained(place, state_dict=tags)
-        for tensor, tag in load_file(Path(place, "model.safetensors")).items():
-            for index, piece in [(None, tag)] if tag.dim() < 3 else enumerate(tag):
-                numbers = piece.unique().tolist()
-                if len(numbers) == 1 and 0 <= numbers[0] < len(names) and tensor in files:
-                    parts[names[numbers[0]]].append(Part(tensor, index))
+    for tensor, tag in save_tags(model, tags, folder).items():
+        for index, piece in [(None, tag)] if tag.dim() < 3 else enumerate(tag):
+            numbers = piece.unique().tolist()
+            if len(numbers) == 1 and 0 <= numbers[0] < len(names) and tensor in files:
+                parts[names[numbers[0]]].append(Part(tensor, index))
     return parts
+
+
+def tag_of(number: int) -> Tensor:
+    """A small matrix that stands for another one; see save_tags()."""
+    return torch.full((2, 2), number, dtype=torch.int64, device="cpu")
+
+
+def save_tags(model, tags: Mapping[str, Tensor], folder: str | Path) -> dict[str, Tensor]:
+    """Show under which names, and in which pieces, transformers saves tensors of a model.
+
+    Args:
+        model: whose classes decide that.
+        tags: name in the state dict -> a small tensor that is saved in its place; [E, 2, 2] for experts.
+        folder: where they are saved for a moment.
+
+    Returns:
+        Name in the files -> what is left of the small tensors; nothing if the model cannot save such.
+    """
+    saved: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as place, contextlib.suppress(IndexError, RuntimeError, ValueError):
+        # a quantiser would bring back the whole state dict
+        with quiet(), _settings_kept(model), replaced("hf_quantizer", {model: None}):
+            model.save_pretrained(place, state_dict=dict(tags))
+        saved = load_file(Path(place, "model.safetensors"))
+    return saved
 
 
 class _AsItIs:

@@ -49,12 +49,12 @@ def count_zeros(
         UserError: also if a packed matrix is broken or altered.
     """
     files, slices, counts = stored_tensors(folder), slices or {}, {}
-    for name in names:
-        part = slices.get(name)
-        key = f"{name}.weight"
-        if part is not None:
-            path, _, parameter = part.tensor.rpartition(".")
-            key = f"{path}.{expert_key(parameter, part.index)}"
+    keys = {name: _key(name, slices.get(name)) for name in names}
+    renamed = [name for name in names if keys[name] not in files] if model is not None else []
+    tags = {keys[name]: dense.tag_of(number) for number, name in enumerate(renamed)}
+    for key, tag in dense.save_tags(model, tags, folder).items() if tags else ():
+        keys[renamed[int(tag.max())]] = key
+    for name, key in keys.items():
         tensor = _read(files[key], key) if key in files else None
         if tensor is not None and tensor.dtype == torch.uint8:
             counts[name] = _count(key, tensor)
@@ -72,6 +72,14 @@ def verify(
         if count != expected[name]:
             raise WrongZeros(name, count, expected[name])
     return [name for name in expected if name not in counts]
+
+
+def _key(name: str, part: Part | None) -> str:
+    """Name of a packed matrix in the state dict of its model."""
+    if part is None:
+        return f"{name}.weight"
+    path, _, parameter = part.tensor.rpartition(".")
+    return f"{path}.{expert_key(parameter, part.index)}"
 
 
 def _read(file: Path, key: str) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from transformers.utils import cached_file
 
 from ..errors import UserError
+from ..model.packed import EXPERT, packed_weights
 from ..model.targets import find_blocks
+from . import dense
 from .audit import stored_tensors
 
 # Files that users of a model need and that neither the model nor its tokenizer writes, by name in lower case.
@@ -117,8 +119,10 @@ def lost_tensors(model, folder: Path) -> str | None:
     if source is None:
         return None
     prefix = f"{model.base_model_prefix}." if getattr(model, "base_model_prefix", "") else ""
-    held = {name.removeprefix(prefix) for name in (*stored_tensors(folder), *model.state_dict())}
-    stored = [name for name in _stored(source) if not _COMPUTED.search(name)]
+    names = (*stored_tensors(folder), *model.state_dict(), *_names_of_experts(model, folder))
+    held = {name.removeprefix(prefix) for name in names}
+    # a packed folder is loaded only if the model has all its packed experts
+    stored = [name for name in _stored(source) if not _COMPUTED.search(name) and not EXPERT.fullmatch(name)]
     lost = sorted(name for name in stored if name.removeprefix(prefix) not in held)
     if not lost or 2 * len(lost) > len(stored):
         return None
@@ -126,6 +130,17 @@ def lost_tensors(model, folder: Path) -> str | None:
         f"{len(lost)} tensors of {model.config.name_or_path} are not in the saved files, because the model does not "
         f"use them; the first is {lost[0]}. If you need them, e.g. to predict several tokens, take them from there"
     )
+
+
+def _names_of_experts(model, folder: Path) -> Iterable[str]:
+    """Names of fused experts in the files of a dense model, whether this one is packed or not."""
+    experts = {name: len(tensor) for name, tensor in model.named_parameters() if tensor.dim() == 3}
+    for name, _, _ in packed_weights(model):
+        if match := EXPERT.fullmatch(name):
+            parameter = f"{match[1]}.{match[2]}"
+            experts[parameter] = experts.get(parameter, 0) + 1
+    tags = {name: dense.tag_of(0).repeat(count, 1, 1) for name, count in experts.items()}
+    return (*tags, *dense.save_tags(model, tags, folder)) if tags else ()
 
 
 def _stored_blocks(folder: Path, path: str) -> set[int]:

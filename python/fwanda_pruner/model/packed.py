@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -13,6 +14,8 @@ from fwanda_kernels import PackedHeader, check_packed, pack_weight, packed_linea
 from ..config import DTYPES
 from ..errors import UserError
 from .lazy import LazyTensor
+
+EXPERT = re.compile(r"(.+)\.(\w+)_packed_(\d+)")  # path of the module, parameter and index of a packed expert
 
 
 class PackedLinear(nn.Module):
@@ -192,7 +195,7 @@ def expect_dense(model: nn.Module) -> None:
     """
     name = next((name for name, _, _ in packed_weights(model)), None)
     if name is not None:
-        raise UserError(f"the model is packed already ({name}); make it dense first: unpack_(model)")
+        raise UserError(f"the model is packed ({name}); make it dense first: unpack_(model)")
 
 
 def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
@@ -228,5 +231,10 @@ def _dtype_after(fn: Callable, dtype: torch.dtype) -> torch.dtype:
 
 
 def _converted(packed: Tensor, header: PackedHeader, dtype: torch.dtype) -> tuple[Tensor, PackedHeader]:
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        raise UserError(
+            f"packed weights are one of {', '.join(DTYPES)}, not {dtype}, and other weights may be converted by now: "
+            f"call model.to({header.dtype}) to undo that, or make the model dense first: unpack_(model)"
+        )
     again = pack_weight(unpack_weight(packed, header).to(dtype), unpack_mask(packed))
     return again, PackedHeader(header.shape, dtype, "")

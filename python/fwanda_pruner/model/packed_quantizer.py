@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -20,12 +18,11 @@ from ..config import DTYPES
 from ..errors import UserError, show
 from ..notes import warn
 from ..register_packed import METHOD
-from .packed import PackedLinear, checked, packed_weights, put_experts, unpack_layers_
+from .packed import EXPERT, PackedLinear, checked, packed_weights, put_experts, unpack_layers_
 
 _VERSION = 1  # of quantization_config in config.json
 _MOST_BYTES = 1 << 40  # of one packed weight
 _AGAIN = "config.json is altered; write the packed folder again"
-_EXPERT = re.compile(r"(.+)\.(\w+)_packed_(\d+)")
 
 
 class PackedConfig(QuantizationConfigMixin):
@@ -68,6 +65,7 @@ class PackedQuantizer(HfQuantizer):
     """Replaces layers by packed ones before transformers loads the weights, and checks the weights afterwards."""
 
     requires_calibration = False
+    _of_experts = ()
 
     def update_dtype(self, dtype):
         stored = getattr(torch, self.quantization_config.dtype)
@@ -81,7 +79,7 @@ class PackedQuantizer(HfQuantizer):
         dtype = getattr(torch, self.quantization_config.dtype)
         experts: dict[tuple[str, str], dict[int, int]] = {}
         for key, size in self.quantization_config.packed_bytes.items():
-            if match := _EXPERT.fullmatch(key):
+            if match := EXPERT.fullmatch(key):
                 experts.setdefault((match[1], match[2]), {})[int(match[3])] = size
             else:
                 _put_linear(model, key, size, dtype)
@@ -98,9 +96,24 @@ class PackedQuantizer(HfQuantizer):
             put_experts(module, name, packed, [PackedHeader(shape, dtype, "")] * len(packed))
         return model
 
+    def update_weight_conversions(self, weight_conversions, model):
+        """Keeps the conversions of dense experts, which name them in files; packed files need none when they load."""
+        packed = [match for match in map(EXPERT.fullmatch, self.quantization_config.packed_bytes) if match]
+        ends = {f"{match[1].rpartition('.')[2]}.{match[2]}" for match in packed}  # such as experts.down_proj
+        self._of_experts = [
+            conversion
+            for conversion in weight_conversions
+            if any(target.replace("\\", "").endswith(tuple(ends)) for target in conversion.target_patterns)
+        ]
+        return super().update_weight_conversions(weight_conversions, model)
+
     def _process_model_after_weight_loading(self, model, **_kwargs):
+        used = getattr(model, "_weight_conversions", None)
+        if used is not None:  # transformers 5, for the next save
+            used += [item for item in self._of_experts if not any(item is other for other in used)]
         for name, packed, header in packed_weights(model):
             checked(name, packed, header)
+        model.is_quantized = False  # else transformers forbids .half() and .float(), which packed layers obey
         return model
 
     def get_state_dict_and_metadata(self, model, *_args, **_kwargs):
@@ -139,8 +152,6 @@ def unmark_packed(model: nn.Module) -> None:
     ):  # fmt: skip
         if name in vars(owner):
             delattr(owner, name)
-    if "is_quantized" in vars(model):
-        model.is_quantized = False
 
 
 def register() -> None:
