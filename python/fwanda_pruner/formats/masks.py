@@ -12,6 +12,7 @@ from fwanda_kernels import pack_mask
 
 from ..errors import UserError, one_line
 from ..model.load import load_model
+from ..model.packed import expect_dense
 from ..model.targets import find_targets
 from . import dense
 from .audit import Part, WrongZeros, ZeroCount
@@ -28,7 +29,11 @@ def write(folder: Path, model, tokenizer) -> None:
 
     `masks.safetensors` holds a tensor [R, ceil(C/8)] uint8 for each matrix that can be pruned, under its name; bit
     j % 8 of byte j // 8 is column j, 1 where the weight is kept.
+
+    Raises:
+        UserError: as dense.write(), or the model is packed.
     """
+    expect_dense(model)
     dense.write(folder, model, tokenizer)
     masks = {target.name: pack_mask(target.weight != 0).cpu() for target in find_targets(model)[0]}
     save_file(masks, folder / FILE_NAME)

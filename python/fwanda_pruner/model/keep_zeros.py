@@ -11,8 +11,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fwanda_kernels import masked_weight, pack_mask
 
 from ..errors import UserError
-from .arguments import expect_model, expect_type
-from .packed import expect_dense
+from .arguments import expect_type
+from .plain import check_plain
 from .targets import find_targets
 
 
@@ -26,6 +26,7 @@ class KeptZeros:
     def __init__(self, model: nn.Module, packed: dict[str, Tensor]):
         self.packed = packed
         self._targets = {target.name: target for target in find_targets(model)[0] if target.name in packed}
+        self.apply_()
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
     @torch.no_grad()
@@ -67,21 +68,21 @@ def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> K
         A context manager with apply_() and remove(), which keeps the zeros until its end.
 
     Raises:
-        UserError: a mask fits no matrix of the model, no weight is zero, or the model is packed.
+        UserError: a mask fits no matrix of the model; no weight is zero and there are no masks; or the model is packed,
+            or not plain: it holds adapters, compiled parts, or one weight at two places.
     """
-    expect_model(model)
-    expect_dense(model)
+    check_plain(model, several_devices=True)
     expect_type("masks", masks, Mapping, "give what load_masks() returns")
     targets = {target.name: target for target in find_targets(model)[0]}
     if masks is None:
         packed = {name: pack_mask(target.weight != 0) for name, target in targets.items()}
         if not any(bool((target.weight == 0).any()) for target in targets.values()):
             raise UserError("keep_zeros: no weight of the model is zero; prune it first, or give masks")
+    elif not masks:
+        raise UserError("keep_zeros: masks is empty, so no zero would be kept; give what load_masks() returns, or None")
     else:
         packed = {name: _fitting(name, mask, targets) for name, mask in masks.items()}
-    kept = KeptZeros(model, packed)
-    kept.apply_()
-    return kept
+    return KeptZeros(model, packed)
 
 
 def _fitting(name: str, mask: Tensor, targets: Mapping) -> Tensor:

@@ -16,8 +16,9 @@ from ..errors import UserError
 from .arguments import expect_model
 from .cache import size_text
 from .lazy import LazyTensor
-from .packed import PackedExperts, PackedLinear, expect_dense, packed_weights, put_experts, take_experts, unpack_layers_
+from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
+from .plain import check_plain
 from .targets import Target, find_targets
 
 
@@ -32,8 +33,8 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
         The model. Its config says that it is packed, so save_pretrained() writes a packed folder.
 
     Raises:
-        UserError: no matrix is sparse enough, and not `force`; the model is packed already, or has no matrices that can
-            be pruned.
+        UserError: no matrix is sparse enough, and not `force`; or the model is packed already, or not plain: it holds
+            adapters, compiled parts, or one weight at two places.
     """
     return _pack(model, force, pack_weight)
 
@@ -49,21 +50,14 @@ def pack_lazily_(model: nn.Module, *, force: bool = False) -> nn.Module:
 
 
 def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor]) -> nn.Module:
-    expect_model(model)
-    expect_dense(model)
-    targets = find_targets(model)[0]
-    chosen = targets if force else _sparse(targets)
-    if not chosen:
-        weights = sum(target.weight.numel() for target in targets)
-        size = targets[0].weight.element_size()
-        raise UserError(
-            f"the model is dense: no matrix has {float(LEAST_PACKED):.0%} zeros. Its {len(targets)} matrices take "
-            f"{size_text(weights * size)}, and would take {size_text(weights * size + weights // 8)} packed; prune it "
-            f"first, or pack it anyway with --force (force=True in Python)"
-        )
+    check_plain(model, several_devices=True)
+    if force:
+        chosen = find_targets(model)[0]
+    else:
+        chosen = sparse_targets(model, advice="prune it first, or pack it anyway with --force (force=True in Python)")
     expect_one_dtype({target.weight.dtype for target in chosen})
     waiting = {target.parameter: target for target in reversed(chosen)}
-    del targets, chosen  # so that each dense weight is freed once it is packed
+    del chosen  # so that each dense weight is freed once it is packed
     while waiting:
         _pack_target(model, waiting.popitem()[1], pack)
     mark_packed(model)
@@ -116,14 +110,29 @@ def packed_meanwhile(model: nn.Module) -> Iterator[None]:
         unmark_packed(model)
 
 
-def _sparse(targets: list[Target]) -> list[Target]:
-    """The targets that are sparse enough; of fused experts, all of a parameter if they are on average."""
+def sparse_targets(model: nn.Module, *, advice: str = "prune it first") -> list[Target]:
+    """The matrices that pack_() packs. Of fused experts, these are all of a parameter, if they are sparse on average.
+
+    Raises:
+        UserError: there are none. `advice` ends the message.
+    """
+    targets = find_targets(model)[0]
     kept: dict[str, list[int]] = {}  # parameter -> weights that are not zero, and all
     for target in targets:
         counts = kept.setdefault(target.parameter, [0, 0])
         counts[0] += int((target.weight != 0).sum())
         counts[1] += target.weight.numel()
-    return [target for target in targets if kept[target.parameter][0] <= (1 - LEAST_PACKED) * kept[target.parameter][1]]
+    chosen = [
+        target for target in targets if kept[target.parameter][0] <= (1 - LEAST_PACKED) * kept[target.parameter][1]
+    ]
+    if not chosen:
+        weights = sum(target.weight.numel() for target in targets)
+        size = targets[0].weight.element_size()
+        raise UserError(
+            f"the model is dense: no matrix has {float(LEAST_PACKED):.0%} zeros. Its {len(targets)} matrices take "
+            f"{size_text(weights * size)}, and would take {size_text(weights * size + weights // 8)} packed; {advice}"
+        )
+    return chosen
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from ..errors import UserError
 from .arguments import expect_model
 from .checks import check_quantization
-from .packed import packed_weights
+from .packed import expect_dense, packed_weights
 from .placement import blocks_lie_apart, is_sharded
 from .targets import find_blocks
 
@@ -30,11 +30,12 @@ _EMPTY = "is on the meta device and holds no numbers; load the model with its we
 _LORA = re.compile(r"(^|\.)lora_(A|B|a|b|down|up)\b")
 
 
-def check_plain(model: nn.Module, *, packed: bool = False) -> None:
+def check_plain(model: nn.Module, *, packed: bool = False, several_devices: bool = False) -> None:
     """Refuses what is no causal language model, and one whose weights are not plain tensors on one device.
 
     Args:
         packed: accept packed weights.
+        several_devices: accept weights on several devices.
 
     Raises:
         UserError: naming the first module or tensor that is in the way, and what to do.
@@ -47,9 +48,13 @@ def check_plain(model: nn.Module, *, packed: bool = False) -> None:
             if fault is not None:
                 raise UserError(f"{name or 'the model'} {fault}")
     expect_model(model)  # after the loop, which knows wrappers by name
-    if not packed or next(packed_weights(model), None) is None:
+    if not packed:
+        expect_dense(model)
+    if next(packed_weights(model), None) is None:
         check_quantization(model.config, "the model")
     _check_tensors(model)
+    if not several_devices:
+        _check_devices(model)
     _check_places(model)
     _check_shared_memory(model)
 
@@ -101,7 +106,7 @@ def _adapted(module: nn.Module, name: str) -> str | None:
     merge = "model" if whole else "load the model without them and run peft.PeftModel.from_pretrained(model, ADAPTER)"
     return (
         f"holds adapters ({type(module).__name__}), which are not pruned; merge them into the model first: "
-        f"{merge}.merge_and_unload()"
+        f"{merge}.merge_and_unload(), or call this before they are added"
     )
 
 
@@ -192,17 +197,18 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     return start, start + (reach + 1) * tensor.element_size()
 
 
-def _check_places(model: nn.Module) -> None:
-    """Refuses weights on several devices, and a module of the blocks that stands at two places.
-
-    The decoder blocks may lie on the CPU, and all else on a GPU: then they are streamed.
-    """
+def _check_devices(model: nn.Module) -> None:
+    """Refuses weights on several devices, unless the blocks lie on the CPU and all else on a GPU, to be streamed."""
     where: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         where.setdefault(parameter.device, name)
     if len(where) > 1 and not blocks_lie_apart(model):
         places = ", ".join(f"{name} on {device}" for device, name in where.items())
         raise UserError(f"the model lies on {len(where)} devices ({places}); load it onto one, without device_map")
+
+
+def _check_places(model: nn.Module) -> None:
+    """Refuses a module of the blocks that stands at two places."""
     path, blocks = find_blocks(model)
     seen: dict[nn.Module, str] = {}
     for name, module in blocks.named_modules(prefix=path, remove_duplicate=False):

@@ -17,7 +17,7 @@ from ..engine.decode import Decoder
 from ..engine.device import evaluating
 from ..errors import UserError
 from ..model.load import is_packed, load_model, load_packed
-from ..model.pack import pack_
+from ..model.pack import pack_, sparse_targets
 from ..progress import begin_stage, planned
 from .energy import EnergyMeter
 
@@ -71,7 +71,8 @@ def bench(
         prompts: lengths of prompts that are read in one pass.
 
     Raises:
-        UserError: as load_model() or pack_(); a number is not positive, or more tokens than the model has positions.
+        UserError: as load_model() or sparse_targets(); a number is not positive, or more tokens than the model has
+            positions.
     """
     if min(*batches, *prompts, tokens) < 1:
         raise UserError("bench: batches, tokens and prompts must be at least 1")
@@ -81,6 +82,8 @@ def bench(
             begin_stage(form)
             model = _load(folder, form, device, dtype)
             _check_lengths(model, tokens, prompts)
+            if form == "dense" and not is_packed(folder):
+                sparse_targets(model)  # refuses a dense model before anything is measured
             with evaluating(model):
                 rows += measure(model, form, batches=batches, tokens=tokens, prompts=prompts)
             del model

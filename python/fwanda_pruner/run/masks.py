@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..model.arguments import expect_model, expect_type
+from ..model.packed import expect_dense
 from ..model.shares import whole
 from ..model.targets import find_blocks, find_targets
 from ..report.record import Report
@@ -27,9 +28,10 @@ def masks(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
         and C inputs: True where the weight is not 0. So a kept weight that is 0 counts as removed.
 
     Raises:
-        UserError: the model has not the matrices of the report.
+        UserError: the model has not the matrices of the report, or is packed.
     """
     expect_model(model)
+    expect_dense(model)
     expect_type("report", report, Report, "give what prune() returned", needed=True)
     blocks = find_blocks(model)[1]
     weights = {target.name: target for target in find_targets(model)[0]}
