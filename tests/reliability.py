@@ -62,6 +62,15 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "`fwanda pack` or `fwanda unpack` is interrupted, or the disk is full",
         "no half output; of the converted model, one file of weights is in memory at a time",
     ),
+    "packed experts": (
+        "Packed experts come back under other names than the checkpoint has, or pruned experts cannot be packed",
+        "`fwanda unpack` writes the names and the bits of `--save dense` for every family with experts; packing them "
+        "again gives the same files, without a false warning",
+    ),
+    "record of other weights": (
+        "A folder is packed or unpacked whose weights are not those of its `fwanda.json`, as after fine-tuning",
+        "one line that names the first matrix and says what to do, and no half output",
+    ),
     "kept zeros": (
         "Removed weights come back in fine-tuning, or in quantisation afterwards",
         "`keep_zeros` holds them through any optimizer of torch and through a merge of adapters; int8 of torchao keeps "
@@ -252,7 +261,7 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "one line with a hint, exit code 130, no half output; `--resume` gives the same bits",
     ),
     "full disk": (
-        "The disk is full",
+        "The disk is full, or a file would be larger than the limit of the process",
         "one line, no half output, an old output stays; with room again `--resume` finishes. Four trials fill a real "
         "file system (skipped where a user may not mount one)",
     ),

@@ -212,6 +212,11 @@ def user_errors(output: Path) -> Iterator[None]:
             raise UserError(
                 f"output {output}: no space left on the disk ({size_text(free)} free); make room"
             ) from error
+        if number == errno.EFBIG:
+            raise UserError(
+                f"output {output}: a file would be larger than the limit of this process (ulimit -f) or of the file "
+                f"system; raise the limit, or choose another folder"
+            ) from error
         if number in _NOT_WRITABLE:
             raise UserError(f"output {output}: not writable ({os.strerror(number)}); choose another folder") from error
         if number == errno.ENOENT:

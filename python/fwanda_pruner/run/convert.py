@@ -1,6 +1,7 @@
 """Writes packed copies of dense folders, and dense copies of packed ones.
 
 Of the converted model, one file is in memory at a time. The files of the source are mapped, not read into memory.
+Fused experts that files hold one by one are the exception: transformers splits and joins them in memory.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..formats import dense
+from ..formats.audit import WrongZeros
 from ..formats.files import atomic_folder, check_output
 from ..formats.source import carry_files
 from ..model.load import is_packed, load_model, load_packed
@@ -69,7 +71,13 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
             unpack_lazily_(model)
         if report is not None:
             report.config = {**report.config, "save": save}
-            save_pruned(model, tokenizer, report, output, overwrite=overwrite)
+            try:
+                save_pruned(model, tokenizer, report, output, overwrite=overwrite)
+            except WrongZeros as error:
+                raise UserError(
+                    f"{source}: its weights are not those of its {FILE_NAME} ({error}), as after fine-tuning without "
+                    f"keep_zeros; move {FILE_NAME} out of the folder to convert the weights as they are"
+                ) from error
         else:
             with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
                 dense.write(folder, model, tokenizer)

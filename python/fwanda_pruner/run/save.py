@@ -10,6 +10,7 @@ from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
+from ..model.packed import packed_weights
 from ..model.placement import is_sharded
 from ..model.targets import is_multimodal
 from ..notes import warn
@@ -49,7 +50,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     first writes; of a sharded model, the others give it their shares.
 
     Args:
-        model: the pruned model; written in its own dtype.
+        model: the pruned model; written in its own dtype. One that is packed is written packed, and its `report.config`
+            says so.
         tokenizer: None writes none.
         report: its pruned `matrices` say how many zeros the files must hold. Its `seconds` gain the time of saving, its
             `warnings` what the new folder lacks of the old one.
@@ -65,6 +67,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         UserWarning: tensors or files of the folder that the model was loaded from are not in the new one; or some
             matrices were not found in the files, so their zeros were not counted.
     """
+    if report.config.get("save") in (None, "dense") and next(packed_weights(model), None) is not None:
+        report.config = {**report.config, "save": "packed"}
     form = _format_of(report)
     if is_sharded(model) and form is not dense:
         raise UserError(
