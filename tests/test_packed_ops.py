@@ -230,7 +230,7 @@ def test_places_that_cannot_be_are_refused_even_with_their_hash(at):
 
 def test_arguments_that_do_not_fit_are_named():
     packed, x = fk.pack_weight(make_weight(20, 300)), torch.ones(2, 300)
-    header = fk.read_packed_header(packed)
+    header, other = fk.read_packed_header(packed), fk.read_packed_header(fk.pack_weight(make_weight(16, 300)))
     for call, message in [
         (lambda: fk.packed_linear(x[:, 1:], packed), "x must be [..., 300] float32 on cpu like the packed weight"),
         (lambda: fk.packed_linear(x.half(), packed), "x must be [..., 300] float32"),
@@ -242,6 +242,16 @@ def test_arguments_that_do_not_fit_are_named():
         (lambda: fk.unpack_weight(packed, "header"), "header must be what read_packed_header() returns, got str"),
         (lambda: fk.pack_weight(x, torch.ones(2, 3) > 0), "mask must be [2, 300] bool"),
         (lambda: fk.pack_weight(x.int()), "weight must be [R, C]"),
+        (lambda: fk.pack_weight(x.to("meta")), "weight is on the meta device and holds no numbers"),
+        (lambda: fk.check_packed(packed.to("meta")), "packed is on the meta device and holds no numbers"),
+        (
+            lambda: fk.packed_linear(x, packed, header=other),
+            f"header is of a packed weight of {other.nbytes} bytes, got",
+        ),
+        (lambda: fk.unpack_weight(packed, other), "give its own header"),
+        (lambda: fk.PackedHeader(None, torch.float32, ""), "shape must be (R, C), two sizes below 2**31, got None"),
+        (lambda: fk.PackedHeader((-1, 2), torch.float32, ""), "got (-1, 2)"),
+        (lambda: fk.PackedHeader((1, 2), torch.float64, ""), "dtype must be one of"),
     ]:
         with pytest.raises(ValueError) as error:
             call()

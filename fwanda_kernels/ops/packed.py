@@ -36,11 +36,25 @@ class PackedHeader:
         shape: (R, C) of the dense weight.
         dtype: of its values.
         sha256: of all bytes after the header, as 64 hexadecimal digits; "" if it was not read, as products need none.
+        nbytes: of the packed weight; None if not known. Calls with a header compare it with the packed weight.
+
+    Raises:
+        ValueError: the shape is not two sizes, or the dtype is not bf16, fp16 or fp32.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     sha256: str
+    nbytes: int | None = None
+
+    def __post_init__(self):
+        sizes = self.shape if isinstance(self.shape, tuple) else ()
+        if len(sizes) != 2 or not all(isinstance(size, int) and 0 <= size < 1 << 31 for size in sizes):
+            raise ValueError(f"PackedHeader: shape must be (R, C), two sizes below 2**31, got {self.shape!r:.80}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(
+                f"PackedHeader: dtype must be one of {', '.join(map(str, _DTYPES))}, got {self.dtype!r:.80}"
+            )
 
 
 def pack_weight(weight: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -116,6 +130,7 @@ def read_packed_header(packed: Tensor) -> PackedHeader:
     """
     op = "read_packed_header"
     checks.expect_dense(op, "packed", packed)
+    _expect_values(op, "packed", packed)
     if packed.dim() != 1 or packed.dtype != torch.uint8:
         raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     head = bytes(packed[:_HEADER].tolist())
@@ -134,7 +149,7 @@ def read_packed_header(packed: Tensor) -> PackedHeader:
         needed += _ALIGNED * int.from_bytes(bytes(packed[end : end + 4].tolist()), "little")
     if len(packed) != needed:
         raise ValueError(f"{op}: packed must have {needed} bytes by its header, got {len(packed)}; it is incomplete")
-    return PackedHeader((rows, cols), _DTYPES[code], head[32:].hex())
+    return PackedHeader((rows, cols), _DTYPES[code], head[32:].hex(), len(packed))
 
 
 def check_packed(packed: Tensor) -> PackedHeader:
@@ -173,7 +188,8 @@ def unpack_weight(packed: Tensor, header: PackedHeader | None = None) -> Tensor:
 
     Args:
         packed: [N] uint8, as pack_weight() returns it.
-        header: what read_packed_header() or check_packed() returned for it; None reads it again.
+        header: what read_packed_header() or check_packed() returned for it; None reads it again. Only its size is
+            compared, so that a call on a GPU does not wait.
 
     Returns:
         [R, C] in the dtype that was packed, contiguous, on the device of `packed`.
@@ -204,7 +220,7 @@ def packed_linear(
         packed: [N] uint8, as pack_weight() returns it.
         bias: [R] in the dtype of `x`, or None.
         header: what read_packed_header() or check_packed() returned for `packed`; None reads it again, which takes
-            longer than a small product, and on a GPU waits for the device.
+            longer than a small product, and on a GPU waits for the device. Only its size is compared.
 
     Returns:
         [..., R] in the dtype of `x`.
@@ -241,6 +257,11 @@ def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHe
         raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     if not isinstance(header, PackedHeader):
         raise ValueError(f"{op}: header must be what read_packed_header() returns, got {type(header).__name__}")
+    if header.nbytes is not None and header.nbytes != packed.shape[0]:
+        raise ValueError(
+            f"{op}: header is of a packed weight of {header.nbytes} bytes, got one of {packed.shape[0]}; give its own "
+            f"header"
+        )
     return header
 
 
@@ -321,8 +342,14 @@ def _places(kept: Tensor, per_word: int) -> tuple[Tensor, Tensor]:
     return torch.where(word < words, place, end + odd - 1), (end + odd[:, -1:]).view(-1)
 
 
+def _expect_values(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(f"{op}: {name} is on the meta device and holds no numbers; give it on a real device")
+
+
 def _shape_of(op: str, weight: Tensor, mask: Tensor | None) -> torch.Size:
     checks.expect_weight(op, weight)
+    _expect_values(op, "weight", weight)
     if mask is not None:
         checks.expect(op, "mask", mask, weight.shape, BOOL, weight)
     return weight.shape
