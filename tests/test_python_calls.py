@@ -8,7 +8,18 @@ import torch
 import transformers
 
 import fwanda_pruner
-from fwanda_pruner import PruneConfig, UserError, collect, evaluate_model, masks, prune
+from fwanda_pruner import (
+    PruneConfig,
+    Report,
+    Statistics,
+    UserError,
+    collect,
+    evaluate_model,
+    load_masks,
+    masks,
+    prune,
+    save_pruned,
+)
 from fwanda_pruner.model.load import LoadedModel
 from fwanda_pruner.model.targets import find_targets
 
@@ -118,6 +129,36 @@ def test_arguments_of_other_types_are_one_line_and_prune_nothing(argument, value
 def test_a_path_of_statistics_is_refused_with_the_way_to_read_it():
     with pytest.raises(UserError, match=r"statistics must be a Statistics, got str; .*Statistics.load\(\)"):
         prune(tiny.llama(), statistics="s.safetensors", **QUIET)
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("value", [None, 5, b"path"], ids=str)
+def test_paths_of_other_types_are_one_line_that_names_the_argument(value):
+    model, report = tiny.llama(), tiny.prune(tiny.llama(), method="magnitude")
+    for name, call in {
+        "report": lambda: Report.load(value),
+        "config": lambda: PruneConfig.load(value),
+        "folder": lambda: load_masks(value),
+        "statistics": lambda: Statistics.load(value),
+        "output": lambda: save_pruned(model, None, report, value),
+    }.items():
+        with pytest.raises(UserError, match=f"^{name} must be a path, got {type(value).__name__}; give"):
+            call()
+
+
+@pytest.mark.fault("odd calls")
+def test_settings_and_records_of_other_types_are_one_line(tmp_path):
+    model, report = tiny.llama(), tiny.prune(tiny.llama(), method="magnitude")
+    for call, message in [
+        (lambda: PruneConfig.from_dict(5), "settings must be a dict, got int"),
+        (lambda: Report.from_dict(None), ""),
+        (lambda: save_pruned(model, None, {}, tmp_path / "out"), "report must be a Report, got dict"),
+        (lambda: save_pruned("model", None, report, tmp_path / "out"), "model must be .* got the name 'model'"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.fault("odd calls")

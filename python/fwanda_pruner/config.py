@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import UserError, did_you_mean, one_line, show
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
-from .setting_checks import NUMBER_TEXTS, check_sparsity, check_value, flag, number_text, plain
+from .setting_checks import NUMBER_TEXTS, check_sparsity, check_value, expect_path, flag, number_text, plain
 from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
 
 GROUPS = {  # of settings, with their headings in --help; the flags of groups with one heading stand together
@@ -433,6 +433,8 @@ class PruneConfig:
         Raises:
             UserError: a key is unknown or a value is not allowed.
         """
+        if not isinstance(values, dict):
+            raise UserError(f"settings must be a dict, got {type(values).__name__}; give their names and values")
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known, key=show)
         if unknown:
@@ -449,6 +451,7 @@ class PruneConfig:
         """
         import yaml
 
+        expect_path("config", path)
         try:
             text, depth = Path(path).read_text(encoding="utf-8"), 0
             for event in yaml.parse(text, Loader=yaml.SafeLoader):  # fast at any depth

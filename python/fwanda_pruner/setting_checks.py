@@ -30,6 +30,19 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def expect_path(name: str, value) -> None:
+    """Refuses what is no path.
+
+    Args:
+        name: of the argument.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(f"{name} must be a path, got {type(value).__name__}; give the path of a file or a folder")
+
+
 def plain(value, kind: type):
     """A setting as it would come from a file: Path, Fraction, Decimal, numbers of numpy and lists become plain values.
 

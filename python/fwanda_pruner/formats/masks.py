@@ -14,6 +14,7 @@ from ..errors import UserError, one_line
 from ..model.load import load_model
 from ..model.packed import expect_dense
 from ..model.targets import find_targets
+from ..setting_checks import expect_path
 from . import dense
 from .audit import Part, WrongZeros, ZeroCount
 
@@ -63,6 +64,7 @@ def load_masks(folder: str | Path) -> dict[str, Tensor]:
     Raises:
         UserError: the folder has no such file, or it cannot be read or holds something else.
     """
+    expect_path("folder", folder)
     file = Path(folder, FILE_NAME)
     if not file.is_file():
         raise UserError(f"{folder} holds no {FILE_NAME}; write it by fwanda prune ... --save masks")

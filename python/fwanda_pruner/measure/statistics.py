@@ -21,6 +21,7 @@ from ..errors import UserError, one_line
 from ..formats.files import atomic_file
 from ..model.targets import Target
 from ..notes import warn
+from ..setting_checks import expect_path
 from .sums import SignedStatisticsSums, StatisticsSums
 
 _NAMED = 3  # matrices that a warning names
@@ -125,6 +126,7 @@ class Statistics:
         """
         from safetensors import SafetensorError, safe_open
 
+        expect_path("statistics", path)
         try:
             with safe_open(path, framework="pt") as file:
                 values = json.loads((file.metadata() or {})["fwanda"])

@@ -12,7 +12,7 @@ from fwanda_kernels import masked_weight, pack_mask
 
 from ..errors import UserError
 from .arguments import expect_type
-from .plain import check_plain
+from .plain import check_whole
 from .targets import find_targets
 
 
@@ -71,7 +71,7 @@ def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> K
         UserError: a mask fits no matrix of the model; no weight is zero and there are no masks; or the model is packed,
             or not plain: it holds adapters, compiled parts, or one weight at two places.
     """
-    check_plain(model, several_devices=True)
+    check_whole(model)
     expect_type("masks", masks, Mapping, "give what load_masks() returns")
     targets = {target.name: target for target in find_targets(model)[0]}
     if masks is None:

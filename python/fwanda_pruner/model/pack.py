@@ -18,7 +18,7 @@ from .cache import size_text
 from .lazy import LazyTensor
 from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
-from .plain import check_plain
+from .plain import check_whole
 from .targets import Target, find_targets
 
 
@@ -50,7 +50,7 @@ def pack_lazily_(model: nn.Module, *, force: bool = False) -> nn.Module:
 
 
 def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor]) -> nn.Module:
-    check_plain(model, several_devices=True)
+    check_whole(model)
     if force:
         chosen = find_targets(model)[0]
     else:

@@ -59,6 +59,13 @@ def check_plain(model: nn.Module, *, packed: bool = False, several_devices: bool
     _check_shared_memory(model)
 
 
+def check_whole(model: nn.Module) -> None:
+    """check_plain(), but the weights may lie on several devices, and must not be divided over several ranks."""
+    if isinstance(model, nn.Module) and is_sharded(model):
+        raise UserError("the model is sharded over several ranks; save it, and load the saved folder in one process")
+    check_plain(model, several_devices=True)
+
+
 def _compiled(module: nn.Module, name: str) -> str | None:
     if hasattr(module, "_orig_mod"):
         return f"is a wrapper of torch.compile; {_unwrap(name, '_orig_mod')}, and compile it after pruning"

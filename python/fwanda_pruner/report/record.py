@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError, one_line
+from ..setting_checks import expect_path
 from ..source_shares import SourceShare, parse_sources
 from . import read_record
 
@@ -191,6 +192,7 @@ class Report:
         Raises:
             UserError: the file is missing, unreadable, not JSON, or not a report.
         """
+        expect_path("report", path)
         file = path = Path(path)
         try:
             file = path / FILE_NAME if path.is_dir() else path

@@ -10,12 +10,14 @@ from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
+from ..model.arguments import expect_model, expect_type
 from ..model.packed import packed_weights
 from ..model.placement import is_sharded
 from ..model.targets import is_multimodal
 from ..notes import warn
 from ..report.card import model_card
 from ..report.record import FILE_NAME, Report
+from ..setting_checks import expect_path
 from ..stage_names import StageName
 from .stage import timed
 
@@ -60,13 +62,16 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
 
     Raises:
         UserError: `output` cannot be written (see files.check_output()), the disk becomes full or not writable, or the
-            settings or the tokenizer cannot be saved (see check_savable()).
+            settings or the tokenizer cannot be saved (see check_savable()); or an argument is of another type.
         RuntimeError: a written matrix does not hold the zeros that the report lists.
 
     Warns:
         UserWarning: tensors or files of the folder that the model was loaded from are not in the new one; or some
             matrices were not found in the files, so their zeros were not counted.
     """
+    expect_model(model)
+    expect_type("report", report, Report, "give what prune() returned", needed=True)
+    expect_path("output", output)
     if report.config.get("save") in (None, "dense") and next(packed_weights(model), None) is not None:
         report.config = {**report.config, "save": "packed"}
     form = _format_of(report)
