@@ -26,7 +26,7 @@ def contents(folder) -> dict[str, bytes]:
 @pytest.mark.parametrize("family", ["mistral", "gpt2", "gpt_oss", "jetmoe"])
 def test_files_are_those_of_a_conversion_in_memory(family, tmp_path, monkeypatch):
     size = {"max_shard_size": "20KB"}
-    monkeypatch.setattr(dense, "SHARD_SIZE", size["max_shard_size"])
+    monkeypatch.setattr(dense, "FILE_BYTES", 20_000)
     model = sparse(tiny.build(family))
     model.save_pretrained(tmp_path / "dense")
     pack_folder(tmp_path / "dense", tmp_path / "packed")

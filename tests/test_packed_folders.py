@@ -76,6 +76,27 @@ def test_a_record_of_other_weights_is_named_in_one_line(save, tmp_path, monkeypa
     assert main([command, "folder", "--output", "out"]) == 0
 
 
+@pytest.mark.fault("packed file")
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensors_of_another_dtype_than_the_matrices_keep_theirs(tied, tmp_path):
+    model = sparse(tiny.llama(tie_word_embeddings=tied))
+    model.model.embed_tokens.half()
+    model.model.norm.bfloat16()
+    model.save_pretrained(tmp_path / "dense")
+    pack_folder(tmp_path / "dense", tmp_path / "packed")
+    dtypes = {name: tensor.dtype for name, tensor in tensors(tmp_path / "packed").items()}
+    assert dtypes["model.embed_tokens.weight"] == torch.float16 and dtypes["model.norm.weight"] == torch.bfloat16
+    unpack_folder(tmp_path / "packed", tmp_path / "unpacked")
+    assert_same_files(tmp_path / "unpacked", tmp_path / "dense")
+    found, expected = tensors(tmp_path / "unpacked"), tensors(tmp_path / "dense")
+    assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    model.model.layers[0].mlp.bfloat16()
+    model.save_pretrained(tmp_path / "mixed")
+    with pytest.raises(UserError, match="matrices to pack must have one dtype, got torch.bfloat16, torch.float32"):
+        pack_folder(tmp_path / "mixed", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("save", ["dense", "packed"])
 def test_a_model_that_was_packed_after_pruning_is_saved_packed(save, tmp_path):
     model, report = pruned_model()

@@ -112,7 +112,7 @@ def test_a_loaded_packed_model_takes_half_and_float(tmp_path):
 def test_a_dtype_that_packed_weights_lack_is_refused_and_what_was_converted_comes_back(convert, family):
     model = pack_(sparse(tiny.build(family)))
     expected = state(model)
-    with pytest.raises(UserError, match=r"packed weights are one of .*model.to\(torch.float32\) to undo"):
+    with pytest.raises(UserError, match=r"packed weights can be .*model.to\(torch.float32\) undoes"):
         convert(model)
     model.to(torch.float32)
     found = state(model)

@@ -225,16 +225,12 @@ def _dtype_after(fn: Callable, dtype: torch.dtype) -> torch.dtype:
     after = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
     if str(after).removeprefix("torch.") not in DTYPES:
         raise UserError(
-            f"packed weights can be {', '.join(DTYPES)}, not {after}; make the model dense first: unpack_(model)"
+            f"packed weights can be {', '.join(DTYPES)}, not {after}; other weights may be converted by now: "
+            f"model.to({dtype}) undoes that. Make the model dense first: unpack_(model)"
         )
     return after
 
 
 def _converted(packed: Tensor, header: PackedHeader, dtype: torch.dtype) -> tuple[Tensor, PackedHeader]:
-    if str(dtype).removeprefix("torch.") not in DTYPES:
-        raise UserError(
-            f"packed weights are one of {', '.join(DTYPES)}, not {dtype}, and other weights may be converted by now: "
-            f"call model.to({header.dtype}) to undo that, or make the model dense first: unpack_(model)"
-        )
     again = pack_weight(unpack_weight(packed, header).to(dtype), unpack_mask(packed))
     return again, PackedHeader(header.shape, dtype, "")

@@ -6,11 +6,15 @@ Fused experts that files hold one by one are the exception: transformers splits 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
+
+import torch
+from safetensors import safe_open
 
 from ..errors import UserError
 from ..formats import dense
-from ..formats.audit import WrongZeros
+from ..formats.audit import WrongZeros, stored_tensors
 from ..formats.files import atomic_folder, check_output
 from ..formats.source import carry_files
 from ..model.load import is_packed, load_model, load_packed
@@ -19,6 +23,8 @@ from ..progress import begin_stage, planned
 from ..report.record import FILE_NAME, Report
 from ..stage_names import StageName
 from .save import save_pruned
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as the files name them
 
 
 def pack_folder(source: str | Path, output: str | Path, *, force: bool = False, overwrite: bool = False) -> str:
@@ -63,6 +69,7 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
     with planned([StageName.LOAD.title, StageName.SAVE.title]):
         begin_stage(StageName.LOAD.title)
         model, tokenizer = (load_model if save == "packed" else load_packed)(source, device="cpu")
+        _keep_dtypes(model, source)
         report = Report.load(source) if Path(source, FILE_NAME).is_file() else None
         begin_stage(StageName.SAVE.title)
         if save == "packed":
@@ -84,6 +91,20 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
                 carry_files(model, tokenizer, folder)
     before, after = (_weight_bytes(folder) for folder in (source, output))
     return f"{output}: weights take {after / 1e6:.1f} MB, {after / before:.1%} of the {before / 1e6:.1f} MB in {source}"
+
+
+def _keep_dtypes(model, folder: str | Path) -> None:
+    """Give tensors of a model the dtypes that they have in the files of its folder; transformers loads all in one."""
+    held, by_file = model.state_dict(keep_vars=True), defaultdict(list)
+    for name, file in stored_tensors(folder).items():
+        if name in held:
+            by_file[file].append(name)
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                stored = _FLOATS.get(tensors.get_slice(name).get_dtype(), held[name].dtype)
+                if stored != held[name].dtype:
+                    held[name].data = tensors.get_tensor(name)
 
 
 def _weight_bytes(folder: str | Path) -> int:
