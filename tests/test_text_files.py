@@ -194,6 +194,18 @@ def test_conversations_of_parquet_files_and_data_sets_are_read_too(tokenizer, tm
         assert found == [RENDERED, ""]
 
 
+@pytest.mark.fault("null row")
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_row_whose_text_is_null_may_be_a_conversation(suffix, tokenizer, tmp_path):
+    conversation = [{"role": "user", "content": "a b"}]
+    rows = [{"text": "c d", "messages": None}, {"text": None, "messages": conversation}]
+    dataset = datasets.Dataset.from_list(rows)
+    path = tmp_path / f"a.{suffix}"
+    dataset.to_parquet(path) if suffix == "parquet" else path.write_text(lines(*rows))
+    found = load_documents(str(path), purpose="calibration", tokenizer=tokenizer)
+    assert found[0] == "c d" and "a b" in found[1]
+
+
 def test_windows_for_every_purpose_come_from_conversations(tokenizer, tmp_path):
     chat = [{"messages": [{"role": "user", "content": tiny.text(30, seed=i)}]} for i in range(20)]
     file = write(tmp_path / "a.jsonl", lines(*chat))
@@ -238,6 +250,7 @@ def test_a_conversation_without_a_chat_template_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.txt.gz", "a.parquet"])
+@pytest.mark.fault("pipe")
 def test_a_pipe_or_a_device_is_refused_instead_of_waiting_for_its_end(name, tmp_path):
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe" / name)

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from .errors import UserError, did_you_mean, one_line, show
+from .errors import UserError, did_you_mean, one_line, refuse_pipe, show
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
 from .setting_checks import NUMBER_TEXTS, check_sparsity, check_value, expect_path, flag, number_text, plain
 from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
+from .yaml_file import read_yaml
 
 GROUPS = {  # of settings, with their headings in --help; the flags of groups with one heading stand together
     "method": "what",
@@ -34,7 +35,6 @@ ENERGY_PROTOCOLS = ("gross", "net")
 ENGINES = ("auto", "resident", "streamed", "sharded")
 SAVE_FORMATS = ("dense", "packed", "masks")
 LEAST_PACKED = Fraction("0.15")  # share of zeros; a packed matrix with fewer is hardly smaller than a dense one
-_DEEPEST = 8  # nesting of lists and mappings in a file of settings
 
 
 def _setting(
@@ -262,7 +262,9 @@ class PruneConfig:
             raise UserError(f"--method magnitude reads no text, so there is no --order {self.order}; leave --order out")
         check_sparsity(self.sparsity, self.pattern)
         if self.save == "packed" and self.removed < LEAST_PACKED:
-            raise UserError(f"--save packed needs at least 15 % zeros to gain anything, got {float(self.removed):.0%}")
+            raise UserError(
+                f"--save packed needs at least 15 % zeros to gain anything, got {100 * float(self.removed):g} %"
+            )
         self._check_texts()
         if self.weighs_tokens and self.fisher == "mean":
             raise UserError("--fisher mean has no weight for a token; choose empirical or true with --pattern")
@@ -449,17 +451,11 @@ class PruneConfig:
         Raises:
             UserError: the file is missing, is not a mapping, or holds a bad setting.
         """
-        import yaml
-
         expect_path("config", path)
+        refuse_pipe(path, "the settings")
         try:
-            text, depth = Path(path).read_text(encoding="utf-8"), 0
-            for event in yaml.parse(text, Loader=yaml.SafeLoader):  # fast at any depth
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > _DEEPEST:
-                    raise ValueError("nested too deeply")
-            values = yaml.safe_load(text)
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            values = read_yaml(path)
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot read the settings in {path}: {one_line(error)}") from error
         if not isinstance(values, dict):
             raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")

@@ -8,7 +8,7 @@ import torch
 
 import fwanda_kernels
 
-from .errors import UserError, install_hint
+from .errors import UserError, install_hint, visible
 from .model.busy import busy_note
 from .model.cache import describe_cache
 from .report.record import versions
@@ -39,7 +39,7 @@ def describe() -> str:
         pass
     energy = str(meter.energy)
     lines.append(f"{'energy':15} {energy if energy.startswith('not measured') else 'measured by NVML'}")
-    lines.append(f"{'cache':15} {describe_cache()}")
+    lines.append(f"{'cache':15} {visible(describe_cache())}")
     lines.append(f"{'load':15} {busy_note() or 'this machine is not busy'}")
     lines.append(f"{'extras':15} {install_hint('all')}")
     try:

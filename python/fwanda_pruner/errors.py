@@ -1,6 +1,7 @@
 """The error for mistakes that the user can fix, and helpers that keep its message on one line."""
 
 import difflib
+import os
 import reprlib
 import sys
 import unicodedata
@@ -35,6 +36,20 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     """A message on one line, cut after `limit` characters. An error without message gives its type."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[:limit] + " ..."
+
+
+def refuse_pipe(path: str | os.PathLike, what: str = "its content") -> None:
+    """Refuses a pipe or a device: it may never end, and can be read only once.
+
+    Args:
+        path: of a file to be read; it may be missing.
+        what: to write to a file instead.
+
+    Raises:
+        UserError: it is neither a file nor a folder.
+    """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise UserError(f"{path}: is a pipe or a device; write {what} to a file first")
 
 
 class _Short(reprlib.Repr):

@@ -101,6 +101,8 @@ def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
         return
     if choices and value not in choices:
         hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        if isinstance(value, bool) and (word := "on" if value else "off") in choices:  # YAML reads on as true
+            hint = f' (quote it in YAML: "{word}")'
         raise UserError(f"{flag(name)} must be one of {', '.join(choices)}, got {show(value)}{hint}")
     if kind is str and not isinstance(value, str):
         hint = ' (quote it in YAML: "2:4")' if name == "pattern" else ""

@@ -17,7 +17,7 @@ from ..config import PruneConfig, settings_of
 from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine
 from ..engine.resume import Unfinished
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, refuse_pipe
 from ..formats.files import atomic_file
 from ..model.targets import Target
 from ..notes import warn
@@ -127,6 +127,7 @@ class Statistics:
         from safetensors import SafetensorError, safe_open
 
         expect_path("statistics", path)
+        refuse_pipe(path, "the statistics")
         try:
             with safe_open(path, framework="pt") as file:
                 values = json.loads((file.metadata() or {})["fwanda"])

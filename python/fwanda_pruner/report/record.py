@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, refuse_pipe
 from ..setting_checks import expect_path
 from ..source_shares import SourceShare, parse_sources
 from . import read_record
@@ -193,9 +194,10 @@ class Report:
             UserError: the file is missing, unreadable, not JSON, or not a report.
         """
         expect_path("report", path)
-        file = path = Path(path)
+        path = Path(path)
+        file = path / FILE_NAME if os.path.isdir(path) else path
+        refuse_pipe(file, "the report")
         try:
-            file = path / FILE_NAME if path.is_dir() else path
             data = json.loads(file.read_text(encoding="utf-8"))
             # half a surrogate pair cannot be printed, and no record holds NaN or Infinity, which are no JSON
             json.dumps(data, ensure_ascii=False, allow_nan=False).encode()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import PruneConfig
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, refuse_pipe
+from ..yaml_file import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 _KEYS = ("base", "cells", "seeds", "tasks", "share_statistics")
@@ -85,11 +86,10 @@ def _in_words(value) -> str:
 
 
 def _read(path: Path, name: str | Path) -> dict:
-    import yaml
-
+    refuse_pipe(path, "the recipe")
     try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
+        values = read_yaml(path)
+    except (OSError, ValueError, RecursionError) as error:
         line, known = one_line(error, 200), ", ".join(recipe_names())
         raise UserError(f"cannot read the recipe {name}: {line}; recipes of the package: {known}") from error
     if not isinstance(values, dict):
@@ -105,6 +105,8 @@ def _combinations(path: Path, values: dict, overrides: dict) -> Iterable[PruneCo
     cells = _list_of(path, values, "cells", [])
     if not isinstance(base, dict) or not cells or not all(isinstance(cell, dict) for cell in cells):
         raise UserError(f"{path}: base must be a mapping, and cells a list of mappings, at least one")
+    if any("save" in settings for settings in (base, *cells)):
+        raise UserError(f"{path}: a sweep saves no models, so save has no effect; leave it out")
     if any("seed" in settings for settings in (base, *cells)):
         raise UserError(f"{path}: give a list of seeds beside cells, and no seed in base or in a cell")
     if not seeds or [] in [value for cell in cells for value in cell.values()]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..errors import UserError, one_line, show
+from ..errors import UserError, one_line, refuse_pipe, show
 from ..notes import warn
 from . import chat
 from .chat import Conversation, conversation_of
@@ -45,8 +45,7 @@ def read_file(path: Path) -> list[str | Conversation]:
         known = ", ".join(READERS)
         raise UserError(f"{path}: unknown kind of text file '{path.suffix}': expected {known}; .gz may follow a text")
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # it may never end, and is read more than once
-            raise UserError(f"{path}: is a pipe or a device; write the text to a file first")
+        refuse_pipe(path, "the text")
         if path.suffix.lower() == ".gz":
             _refuse_bomb(path)
         documents = _documents(path, READERS[kind](path))
@@ -65,7 +64,7 @@ def document_of(row: Any, where: str) -> str | Conversation | None:
     """The document of a row; None if it has none.
 
     Args:
-        row: a text, an object with one of FIELDS, or None.
+        row: a text, an object with some of FIELDS, or None.
         where: names the row in errors.
 
     Raises:
@@ -179,24 +178,24 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            column = next((name for name in FIELDS if name in names), None)
-            if column is None:
+            columns = [name for name in FIELDS if name in names]
+            if not columns:
                 raise UserError(f"{path}: no column has text: expected {EXPECTED}; the columns are {show(names, 200)}")
-            if names.count(column) > 1:
-                raise UserError(f"{path}: {names.count(column)} columns are named {column!r}; rename all but one")
-            batches = file.iter_batches(_parquet_batch(path, file, column), columns=[column])
-            rows = (row for batch in batches for row in batch.column(column).to_pylist())
+            if twice := next((name for name in columns if names.count(name) > 1), None):
+                raise UserError(f"{path}: {names.count(twice)} columns are named {twice!r}; rename all but one")
+            batches = file.iter_batches(_parquet_batch(path, file, columns), columns=columns)
+            rows = (row for batch in batches for row in batch.to_pylist())
             left = _PARQUET_SIZE + _PARQUET_RATIO * path.stat().st_size
             for number, row in enumerate(rows, start=1):
-                left -= len(row) if isinstance(row, str) else 0
+                left -= sum(len(value) for value in row.values() if isinstance(value, str))
                 if left < 0:
                     raise UserError(f"{path}: {_PARQUET_BOMB}")
-                yield f"row {number}", {column: row}
+                yield f"row {number}", row
     except (pyarrow.ArrowException, NotImplementedError) as error:
         raise UserError(f"{path}: not a parquet file: {one_line(error)}") from error
 
 
-def _parquet_batch(path: Path, file: Any, column: str) -> int:
+def _parquet_batch(path: Path, file: Any, columns: list[str]) -> int:
     """Rows to read at a time.
 
     Raises:
@@ -204,7 +203,7 @@ def _parquet_batch(path: Path, file: Any, column: str) -> int:
     """
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column]
+    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
     unpacked, packed = sum(sizes), path.stat().st_size
     if unpacked > _PARQUET_SIZE + _PARQUET_RATIO * packed or file.metadata.num_rows > _PARQUET_ROWS + packed:
         raise UserError(f"{path}: {_PARQUET_BOMB}")
