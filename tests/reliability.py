@@ -256,9 +256,17 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "One process resumes what several ranks began, or the other way round",
         "refused in one line: their sums add up in another order",
     ),
+    "ranks by hand": (
+        "RANK, WORLD_SIZE or MASTER_ADDR are set by hand, and wrong",
+        "one line: an impossible rank is refused at once, a place that cannot be reached after a minute",
+    ),
     "Ctrl-C": (
         "Ctrl-C",
         "one line with a hint, exit code 130, no half output; `--resume` gives the same bits",
+    ),
+    "closed terminal": (
+        "The terminal is closed during a run (SIGHUP)",
+        "no half output, as after Ctrl-C; under `nohup` the run goes on",
     ),
     "full disk": (
         "The disk is full, or a file would be larger than the limit of the process",
@@ -273,6 +281,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     "changed state": (
         "A file of the resume state was changed or is broken",
         "one line; no changed value, shape, dtype or fact is ever used",
+    ),
+    "changed output": (
+        "A finished output was changed, or files of it are gone or broken",
+        "`--resume` names the difference in one line, or says what it has compared",
     ),
     "state thrown away": (
         "An interrupted run is repeated without `--resume`, and its finished work is gone",
@@ -312,6 +324,14 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     "conversation": (
         "Rows are conversations, without plain text",
         "the tokenizer's chat template turns them into text; what it cannot turn is named by line and message",
+    ),
+    "pipe": (
+        "A file to be read is a pipe or a device, which may never end",
+        "refused at once, in one line",
+    ),
+    "yaml": (
+        "YAML reads settings otherwise than meant: `on` is true, and a key that is given twice counts once",
+        "refused in one line that says what to write",
     ),
     "packed bomb": (
         "A packed file of a few kilobytes fills the memory",

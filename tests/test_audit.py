@@ -51,3 +51,28 @@ def test_audit_names_what_is_missing_or_broken(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a.weight": "gone.safetensors"}}')
     with pytest.raises(UserError, match=r"gone\.safetensors"):
         audit(tmp_path, ["a"])
+
+
+INDEXES = {
+    "list": b"[1]",
+    "text": b'"x"',
+    "list of tensors": b'{"weight_map": [1]}',
+    "number as a file": b'{"weight_map": {"a.weight": 1}}',
+    "no tensors": b"{}",
+    "no Unicode": b"\xff\xfe",
+    "deep": b"[" * 100_000,
+    "null byte": b'{"weight_map": {"a.weight": "a\\u0000"}}',
+    "folder as a file": b'{"weight_map": {"a.weight": "."}}',
+    "file that is gone, of another tensor": b'{"weight_map": {"a.weight": "1.safetensors", "x": "2.safetensors"}}',
+    "tensor that its file lacks": b'{"weight_map": {"a.weight": "1.safetensors", "x": "1.safetensors"}}',
+}
+
+
+@pytest.mark.fault("changed output")
+@pytest.mark.parametrize("content", INDEXES.values(), ids=INDEXES)
+def test_a_broken_index_is_one_line(content, tmp_path):
+    save_file(WEIGHTS, tmp_path / "1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(UserError, match="its list of tensors cannot be read: ") as error:
+        audit(tmp_path, ["a"])
+    assert "\n" not in str(error.value)

@@ -304,6 +304,30 @@ def test_the_command_replaces_its_own_file_and_no_other(argv, tmp_path, capsys):
         assert (tmp_path / "own.jsonl").read_text() == content
 
 
+@pytest.mark.fault("changed output")
+def test_resume_of_a_finished_file_says_so_and_refuses_other_settings(argv, folder, tmp_path, capsys):
+    assert main(argv) == 0
+    written = (tmp_path / "own.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main([*argv, "--resume"]) == 0
+    assert capsys.readouterr().out.startswith("finished    ")
+    for flag, value in (("--seed", "4"), ("--seqlen", "25"), ("--nsamples", "4"), ("--dtype", "bfloat16")):
+        assert main([*argv, flag, value, "--resume"]) == 2
+        assert f"is finished with {flag[2:]}" in last_line(capsys)
+    (tmp_path / "own.jsonl").write_bytes(written[:-9])
+    assert main([*argv, "--resume"]) == 2 and "has changed since it was written" in last_line(capsys)
+    assert (tmp_path / "own.jsonl").read_bytes() == written[:-9]
+
+
+@pytest.mark.fault("Ctrl-C")
+def test_resume_goes_on_where_an_older_file_was_to_be_replaced(argv, tmp_path, capsys):
+    assert main(argv) == 0
+    with interrupted_after("sample"):
+        assert main([*argv, "--seed", "4"]) == 130
+    assert main([*argv, "--seed", "4", "--resume"]) == 0
+    assert json.loads((tmp_path / "own.jsonl").read_text().splitlines()[0])["seed"] == 4
+
+
 @pytest.mark.parametrize(
     "extra, message",
     [

@@ -149,7 +149,11 @@ def _add_sample(commands) -> None:
         required=True,
         help="file to write, for --calibration; it replaces a file of this command, and no other",
     )
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run of the same command")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted run of the same command; if it had finished, only check the settings in FILE",
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="start over, and remove what an interrupted run has written"
     )

@@ -111,8 +111,8 @@ def prune(args: argparse.Namespace) -> Result:
     resolved = config.resolved()
     if args.statistics:
         check_uses_statistics(resolved)
-    if _on_first(lambda: _is_finished(args, config)):
-        finished = f"finished    {args.output} holds the result of this command, and its zeros are those of its report"
+    if (checked := _on_first(lambda: _finished(args, config))) is not None:
+        finished = f"finished    {args.output} holds the result of this command: {checked}"
         return _result_of(args, "\n".join([finished, *_upload(args)]))
     if not args.dry_run:
         inputs = (
@@ -152,8 +152,8 @@ def _check_prune_flags(args: argparse.Namespace, config: PruneConfig) -> None:
         raise UserError("--eval-windows and --eval-seqlen need a text; add --eval TEXT, e.g. --eval wikitext2")
 
 
-def _is_finished(args: argparse.Namespace, config: PruneConfig) -> bool:
-    """Whether --resume meets a complete output; its files are then compared with its report.
+def _finished(args: argparse.Namespace, config: PruneConfig) -> str | None:
+    """What was checked, if --resume meets a complete output, whose files are then compared with its report; else None.
 
     Raises:
         UserError: the output is of other settings, or differs from its report.
@@ -163,10 +163,10 @@ def _is_finished(args: argparse.Namespace, config: PruneConfig) -> bool:
     from .run.state import RunState
 
     if not (args.resume and args.output and Path(args.output, FILE_NAME).is_file() and not args.overwrite):
-        return False
-    verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
+        return None
+    checked = verify_finished(args.output, config.resolved(), model=args.model, statistics=args.statistics)
     RunState(args.output, overwrite=True).remove()
-    return True
+    return checked
 
 
 def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -> Result:
@@ -207,7 +207,7 @@ def _result_of(args: argparse.Namespace, text: str) -> Result:
     from .report.record import FILE_NAME
 
     if args.json and is_first():
-        return Result(Path(args.output, FILE_NAME).read_text(encoding="utf-8").rstrip("\n"))
+        return Result(Path(args.output, FILE_NAME).read_text(encoding="utf-8").rstrip("\n"), saved=args.output)
     bold = re.sub(r"^\w+(?=  |:$)", lambda label: styled(label[0], "bold", sys.stdout), text, flags=re.MULTILINE)
     return Result(bold, saved=args.output)
 
@@ -298,6 +298,9 @@ def sample(args: argparse.Namespace) -> Result:
     _on_first(lambda: check_sample_file(args.output))
     titles = [StageName.LOAD.title, StageName.SAMPLE.title]
     with RunState(args.output, resume=args.resume, overwrite=args.overwrite) as state, planned(titles):
+        if _on_first(lambda: _sample_is_finished(args, config, state)):
+            text = f"finished    {args.output} holds {config.nsamples} windows of this model with these settings"
+            return Result(text, saved=args.output)
         _tell_of_state(args, state)
         model, tokenizer = _load(args, config)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
@@ -310,6 +313,16 @@ def sample(args: argparse.Namespace) -> Result:
         f"next: fwanda prune {shlex.quote(args.model)} {text} --sparsity 0.5 --output DIR",
     ]
     return Result("\n".join(lines), saved=args.output)
+
+
+def _sample_is_finished(args: argparse.Namespace, config: PruneConfig, state) -> bool:
+    """Whether --resume meets a complete file; it is then compared with the settings."""
+    from .run.sample import verify_finished
+
+    if not args.resume or args.overwrite or state.resumed or not Path(args.output).exists():
+        return False
+    verify_finished(args.output, config, model=args.model)
+    return True
 
 
 def evaluate(args: argparse.Namespace) -> Result:

@@ -114,8 +114,8 @@ def count_zeros(
         names: modules that own the matrices. The matrix of a module is the tensor `name + ".weight"`.
         model: the model that was written. With it, matrices are also found that transformers stores under another
             name or in several tensors.
-        slices: name -> where the model holds a matrix that is one slice of a parameter (fused experts). Found only
-            with `model`.
+        slices: name -> where the model holds a matrix that is one slice of a parameter (fused experts). Without
+            `model` it is found only if the files hold the parameter under its own name.
 
     Returns:
         name -> count, without the matrices that were not found in the files.
@@ -127,6 +127,8 @@ def count_zeros(
     parts = {
         name: [Part(f"{name}.weight")] for name in names if name not in slices and f"{name}.weight" in files
     }  # fmt: skip
+    if model is None:
+        parts |= {name: [slices[name]] for name in names if name in slices and slices[name].tensor in files}
     others = [name for name in names if name not in parts]
     if model is not None and others:
         parts |= _trace(model, others, slices, Path(folder), files)

@@ -16,7 +16,7 @@ from ..model.packed import expect_dense
 from ..model.targets import find_targets
 from ..setting_checks import expect_path
 from . import dense
-from .audit import Part, WrongZeros, ZeroCount
+from .audit import Part, WrongFiles, WrongZeros, ZeroCount, read_parts, stored_tensors
 
 FILE_NAME = "masks.safetensors"
 
@@ -45,8 +45,10 @@ def verify(
 ) -> list[str]:
     """Compare the zeros in the files, and in the masks, with the expected ones; arguments and result as dense.verify().
 
+    A mask is also compared with the weights, if the files hold its matrix under its own name.
+
     Raises:
-        WrongZeros, UserError: as dense.verify(); or a mask is missing or differs.
+        WrongFiles, UserError: as dense.verify(); or a mask is missing or differs.
     """
     masks, ones = load_masks(folder), torch.tensor([number.bit_count() for number in range(256)], device="cpu")
     for name, count in expected.items():
@@ -55,6 +57,12 @@ def verify(
         found = ZeroCount(count.weights - int(ones[masks[name].long()].sum()), count.weights)
         if found != count:
             raise WrongZeros(f"the mask of {name}", found, count)
+    files = stored_tensors(folder)
+    parts = {name: (slices or {}).get(name, Part(f"{name}.weight")) for name in expected}
+    for name, weight in read_parts(folder, {name: [part] for name, part in parts.items() if part.tensor in files}):
+        kept = weight != 0  # Conv1D and some experts store [C, R]
+        if not any(torch.equal(masks[name], pack_mask(mask)) for mask in (kept, kept.T.contiguous())):
+            raise WrongFiles(f"the mask of {name} is not that of its weights")
     return dense.verify(folder, expected, model=model, slices=slices)
 
 

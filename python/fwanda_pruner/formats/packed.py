@@ -4,6 +4,7 @@ docs/packed.md has the layout. `load` gives a model that computes with the packe
 such a folder as a dense model.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from ..model.pack import packed_meanwhile
 from ..model.packed import expert_key
 from . import dense
 from .audit import Part, WrongZeros, ZeroCount, stored_tensors
+
+_EXPERT = re.compile(r"_packed_\d+$")  # in the name of a packed expert, see expert_key()
 
 load = load_packed
 model_bytes = dense.model_bytes  # an upper bound: how much is packed shows only after pruning
@@ -66,12 +69,19 @@ def count_zeros(
 def verify(
     folder: str | Path, expected: Mapping[str, ZeroCount], *, model=None, slices: Mapping[str, Part] | None = None
 ) -> list[str]:
-    """Compare the zeros in the files with the expected ones; arguments, result and errors as dense.verify()."""
+    """Compare the zeros in the files with the expected ones; arguments, result and errors as dense.verify().
+
+    Packed experts that the files hold under other names are checked against their hashes.
+    """
     counts = count_zeros(folder, list(expected), model=model, slices=slices)
     for name, count in counts.items():
         if count != expected[name]:
             raise WrongZeros(name, count, expected[name])
-    return [name for name in expected if name not in counts]
+    not_counted = [name for name in expected if name not in counts]
+    for key, file in stored_tensors(folder).items() if not_counted else ():
+        if _EXPERT.search(key):
+            _count(key, _read(file, key))
+    return not_counted
 
 
 def _key(name: str, part: Part | None) -> str:

@@ -12,7 +12,7 @@ from ..engine.all_weights import check_finite, fingerprint
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import make_engine
 from ..engine.ranks import Ranks
-from ..errors import UserError
+from ..errors import UserError, one_line, refuse_pipe, show
 from ..formats.files import atomic_file, check_file
 from ..model.plain import check_plain
 from ..model.targets import find_targets
@@ -24,7 +24,8 @@ from . import stages
 from .stage import Stages
 from .state import RunState
 
-_KEYS = {"text", "model", "seed", "window"}  # of each line; --calibration reads the text alone
+_KEYS = {"text", "model", "seed", "window"}  # of each line, and settings; --calibration reads the text alone
+_SETTINGS = ("seed", "seqlen", "start_token", "dtype")  # that each line holds
 
 
 def check_sample_file(path: str | Path) -> None:
@@ -36,6 +37,42 @@ def check_sample_file(path: str | Path) -> None:
     path = check_file(path, ".jsonl")
     if path.exists() and not _is_sample(path):
         raise UserError(f"--output {path} exists and was not written by fwanda sample; choose another name")
+
+
+def verify_finished(path: str | Path, config: PruneConfig, *, model: str) -> None:
+    """Checks that a file is the result of a command, by the settings and the number of its lines.
+
+    Args:
+        path: a file that check_sample_file() accepts.
+        config: the settings of the command.
+        model: that the command names.
+
+    Raises:
+        UserError: the file is the result of other settings, or has changed.
+    """
+    expected = {"model": model, **{name: getattr(config, name) for name in _SETTINGS}}
+    if config.dtype is None:
+        del expected["dtype"]  # that of the model
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        whole = all(line["window"] == number and isinstance(line["text"], str) for number, line in enumerate(lines))
+        found = [{name: line.get(name) for name in expected} for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} has changed since it was written ({one_line(error)}); remove it") from error
+    if not whole:
+        raise UserError(f"{path} has changed since it was written: its windows are not in order; remove it")
+    for line in found:
+        for name, value in expected.items():
+            _check_same(path, name, line[name], value)
+    _check_same(path, "nsamples", len(lines), config.nsamples)
+
+
+def _check_same(path: str | Path, name: str, written, value) -> None:
+    if written != value:
+        raise UserError(
+            f"{path} is finished with {name} {show(written)}, this command has {show(value)}; choose another file, or "
+            f"leave --resume out to replace it"
+        )
 
 
 def write_sample(
@@ -81,23 +118,25 @@ def write_sample(
         ranks.share(lambda: state.identify({**facts, "windows": ranks.division}))
         tokens, energy = stages.sampled(stage, engine, config, start, config.nsamples)
     if ranks.first:
-        _write(model, tokenizer, output, tokens, config.seed)
+        _write(model, tokenizer, output, tokens, config)
     return stage.seconds.get(StageName.SAMPLE.value, 0.0), energy.result
 
 
-def _write(model: nn.Module, tokenizer, output: str | Path, tokens: Tensor, seed: int) -> None:
+def _write(model: nn.Module, tokenizer, output: str | Path, tokens: Tensor, config: PruneConfig) -> None:
+    settings = {name: getattr(config, name) for name in _SETTINGS} | {"dtype": str(model.dtype).removeprefix("torch.")}
     with atomic_file(output) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for window, ids in enumerate(tokens.tolist()):
             line = {"text": tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
-            line |= {"model": model.config.name_or_path, "seed": seed, "window": window}
+            line |= {"model": model.config.name_or_path, "window": window, **settings}
             file.write(json.dumps(line) + "\n")
 
 
 def _is_sample(path: Path) -> bool:
     """Whether the first line of a file is one of write_sample(); an empty file is nobody's."""
     try:
+        refuse_pipe(path)
         with path.open(encoding="utf-8") as file:
             line = json.loads(file.readline())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(line, dict) and line.keys() == _KEYS
+    return isinstance(line, dict) and _KEYS <= line.keys() <= _KEYS | set(_SETTINGS)

@@ -7,7 +7,7 @@ from ..config import PruneConfig, settings_of
 from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..formats import dense, masks, packed
-from ..formats.audit import Part, WrongZeros, ZeroCount
+from ..formats.audit import Part, WrongFiles, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
 from ..model.arguments import expect_model, expect_type
@@ -92,8 +92,7 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         card = model_card(report, multimodal=is_multimodal(model))
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(report.to_json(), encoding="utf-8")
-        slices = {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
-        not_found = form.verify(folder, _expected_zeros(report), model=model, slices=slices)
+        not_found = form.verify(folder, _expected_zeros(report), model=model, slices=_slices(report))
     for note in notes:
         warn(note)
     if not_found:
@@ -103,15 +102,19 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
         )
 
 
-def verify_finished(output: str | Path, config: PruneConfig, *, model: str, statistics: str | None) -> None:
+def verify_finished(output: str | Path, config: PruneConfig, *, model: str, statistics: str | None) -> str:
     """Checks that a folder is the result of a command, and that its files hold the zeros that its record lists.
 
-    Matrices that the files hold under other names (fused experts) are not counted.
+    All files of weights must be there. Matrices that the files hold under other names (some fused experts) are not
+    counted.
 
     Args:
         output: a folder of save_pruned().
         config: the settings of the command, resolved.
         model, statistics: what the command names.
+
+    Returns:
+        What was checked, for people.
 
     Raises:
         UserError: the folder is the result of other settings, or its files have changed.
@@ -125,12 +128,22 @@ def verify_finished(output: str | Path, config: PruneConfig, *, model: str, stat
                 f"{output} is finished with {key} {written.get(key)!r}, this command has {value!r}; choose "
                 f"another folder or pass --overwrite"
             )
+    expected, form = _expected_zeros(report), _format_of(report)
     try:
-        _format_of(report).verify(output, _expected_zeros(report))
-    except WrongZeros as error:
+        if not expected:
+            raise WrongFiles(f"its {FILE_NAME} lists no pruned matrix")
+        not_counted = len(form.verify(output, expected, slices=_slices(report)))
+        unknown = masks.load_masks(output).keys() - {row.name for row in report.matrices} if form is masks else ()
+        if unknown:
+            raise WrongFiles(
+                f"its {masks.FILE_NAME} holds a mask of {min(unknown)}, which its {FILE_NAME} does not list"
+            )
+    except WrongFiles as error:
         raise UserError(
             f"{output} has changed since it was written: {error}; pass --overwrite to write it again"
         ) from error
+    checked = f"{len(expected) - not_counted} matrices in its files have as many zeros as its report says"
+    return f"{checked}; {not_counted} with other names there were not counted" if not_counted else checked
 
 
 def _format_of(report: Report):
@@ -145,6 +158,11 @@ def _expected_zeros(report: Report) -> dict[str, ZeroCount]:
         for row in report.matrices
         if row.skipped is None
     }
+
+
+def _slices(report: Report) -> dict[str, Part]:
+    """Name -> where the model holds a matrix that is one slice of a parameter."""
+    return {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
 
 
 def _settings_to_compare(report: Report, config: PruneConfig, model: str, statistics: str | None) -> dict:
