@@ -257,8 +257,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "refused in one line: their sums add up in another order",
     ),
     "ranks by hand": (
-        "RANK, WORLD_SIZE or MASTER_ADDR are set by hand, and wrong",
-        "one line: an impossible rank is refused at once, a place that cannot be reached after a minute",
+        "RANK and WORLD_SIZE are set by hand, and contradict each other",
+        "refused at once, in one line that names both",
     ),
     "Ctrl-C": (
         "Ctrl-C",

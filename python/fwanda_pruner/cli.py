@@ -26,6 +26,7 @@ _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither packag
 }
 
 _INTERRUPTED = 130  # exit code
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # clean up as Ctrl-C does; SIGHUP: the terminal was closed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_args, **_kwargs: _warn(" ".join(str(message).split()))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; a failure is one line of ours
     with contextlib.suppress(ValueError):  # only the main thread may
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
+        for number in _ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, signal.default_int_handler)
     try:
         return _run_rank(argv) if is_rank() else _run(argv)
     except BrokenPipeError:
@@ -76,7 +79,7 @@ def _run_rank(argv: list[str] | None) -> int:
 def _ignore_signals() -> None:
     """Lets a rank that ends do so by itself: torchrun stops it when another rank has ended."""
     with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT, *_ENDING):
             signal.signal(number, signal.SIG_IGN)
 
 

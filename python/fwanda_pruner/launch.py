@@ -21,6 +21,8 @@ from .errors import UserError, one_line
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(days=7)  # of ranks that wait while the first writes or runs tasks; a dead one is noticed at once
+_CONNECT_SECONDS = 60  # to reach the store
+_MEET_SECONDS = 300  # to wait in the store for the other ranks
 _FAILED = "failed"  # a key of the store: how many ranks have claimed to report a failure
 _DIVIDED = ("prune", "calibrate", "evaluate", "sweep", "sample")  # functions of the commands that ranks can share
 _CLAIM_SECONDS = 5.0  # to notice a dead rank: first its connections close, then its process disappears
@@ -68,6 +70,13 @@ class Job:
 
     def __init__(self):
         self.rank, self.size = _number("RANK"), _number("WORLD_SIZE")
+        if not 0 <= self.rank < self.size:
+            raise UserError(
+                f"the variable RANK must be in [0, WORLD_SIZE), got RANK={self.rank} and WORLD_SIZE={self.size}; start "
+                f"the ranks by torchrun"
+            )
+        if not os.environ.get("FWANDA_TRACEBACK"):  # else each attempt to connect prints the frames of C++
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         self._error_stream: TextIO = sys.stderr
         self._store = None
         self._server = None  # serves the store, if torchrun does not
@@ -83,19 +92,28 @@ class Job:
         import torch
         import torch.distributed as dist
 
-        place = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+        place, connect = (os.environ["MASTER_ADDR"], _number("MASTER_PORT")), timedelta(seconds=_CONNECT_SECONDS)
+        stores = []
         attempt = f"fwanda {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         try:
             if self.rank == 0 and not _torchrun_holds_store():
-                self._server = dist.TCPStore(*place, is_master=True, wait_for_workers=False)
+                self._server = dist.TCPStore(*place, is_master=True, wait_for_workers=False, timeout=connect)
             # two connections: while the ranks meet, one of them is blocked and could not report a failure
-            self._store, meeting = (dist.PrefixStore(attempt, dist.TCPStore(*place, is_master=False)) for _ in range(2))
+            for _ in range(2):
+                stores.append(dist.TCPStore(*place, is_master=False, timeout=connect))
+                stores[-1].set_timeout(timedelta(seconds=_MEET_SECONDS))
+            self._store, meeting = (dist.PrefixStore(attempt, store) for store in stores)
             self._store.set(_process_key(self.rank), f"{os.getpid()} {socket.gethostname()}")
             group = {"rank": self.rank, "world_size": self.size, "timeout": _PATIENCE}
             dist.init_process_group(backend, store=dist.PrefixStore("group", meeting), **group)
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"the ranks cannot reach each other: {one_line(error)}") from error
+            if len(stores) == 2:
+                raise UserError(f"the ranks cannot reach each other: {one_line(error)}") from error
+            raise UserError(
+                f"the ranks cannot reach MASTER_ADDR:MASTER_PORT {place[0]}:{place[1]} (tried for up to "
+                f"{_CONNECT_SECONDS} s: {one_line(error)}); correct these variables, or start the ranks by torchrun"
+            ) from error
 
     def leave(self) -> None:
         """Waits for the other ranks at the end of a command, and leaves the process group."""
@@ -203,7 +221,7 @@ def joined(job: Job | None, run: Callable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_if_stuck(end: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, a process that got SIGTERM and still runs some seconds later calls `end`, from a thread.
+    """Inside the block, a process that still runs some seconds after SIGTERM or SIGHUP calls `end`, from a thread.
 
     Python handles a signal only between two bytecode instructions. A rank may be blocked inside one, waiting for a rank
     that is gone.
@@ -218,7 +236,7 @@ def ended_if_stuck(end: Callable[[], None]) -> Iterator[None]:
 
     def watch() -> None:
         while number := reading.recv(1):
-            if number[0] == signal.SIGTERM:
+            if number[0] in (signal.SIGTERM, signal.SIGHUP):
                 time.sleep(_STUCK_SECONDS)
                 end()
 

@@ -129,6 +129,8 @@ def loading_errors(what: str) -> Iterator[None]:
         if len(text) > _LONGEST_HEAD + _LONGEST_TAIL + 5:
             text = f"{text[:_LONGEST_HEAD]} ... {text[-_LONGEST_TAIL:]}"
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
+        if isinstance(error, ImportError):  # e.g. of the attention that config.json asks for
+            hint += "; install that package, or take what needs it out of config.json"
         raise UserError(f"{what} ({text}){hint}") from error
 
 
