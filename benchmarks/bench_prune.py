@@ -268,7 +268,7 @@ def resident_runs(args, config: PruneConfig, masks: list, tokens: Tensor, roof: 
     """Runs of the same settings with all weights on the device, and the share of equal masks."""
     config = replace(config, engine="resident", segment=None)
     model, _ = built(args, tokens.device.type, config)
-    return our_runs(args, config, model, tokens, roof, flops) | {"masks_agree": agreement(weights_of(model), masks)}
+    return our_runs(args, config, model, tokens, roof, flops) | {"masks_agree": masks_agree(model, masks)}
 
 
 def naive_runs(args, config: PruneConfig, masks: list, tokens: Tensor, roof: dict, flops: float | None) -> dict:
@@ -281,7 +281,12 @@ def naive_runs(args, config: PruneConfig, masks: list, tokens: Tensor, roof: dic
         say(f"plain torch run {index + 1} of {args.repeats}")
         reinitialise(model, args.seed)
         runs.append(with_rates(naive_run(model, tokens, config.method, float(config.sparsity)), flops, roof))
-    return {"warm": runs, "spread": spread(runs), "masks_agree": agreement(weights_of(model), masks)}
+    return {"warm": runs, "spread": spread(runs), "masks_agree": masks_agree(model, masks)}
+
+
+def masks_agree(model: nn.Module, masks: list[Tensor]) -> float:
+    """Share of the weights that a model and packed masks keep or remove alike."""
+    return agreement(packed_masks(weights_of(model)), masks)
 
 
 def file_name(result: dict) -> str:

@@ -35,7 +35,7 @@ import transformers
 from lib import cost
 from lib.cost import Cost, Engine, Text
 from lib.machine import machine, synchronize
-from lib.masks import equal_share, packed_masks
+from lib.masks import agreement, packed_masks
 from lib.naive import linears
 from lib.rates import CARDS
 from lib.results import UNSHARED, slug, write
@@ -327,7 +327,7 @@ def checks(case: Case, alone: Run | None, together: Run, digests: list[tuple[str
         found["largest_relative_difference_of_statistics"] = difference(alone.statistics, together.statistics)
         found["masks_of_equal_statistics_equal"] = digest(alone.masks) == digests[0][1]
     else:
-        found["share_of_equal_masks"] = equal_share(alone.masks, together.masks)
+        found["share_of_equal_masks"] = agreement(alone.masks, together.masks)
     return found
 
 

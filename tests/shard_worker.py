@@ -21,6 +21,7 @@ import fwanda_pruner
 from fwanda_pruner.allocate import response
 from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.engine.model_windows import ModelWindows
+from fwanda_pruner.evaluate.lm_eval_tasks import check_place
 from fwanda_pruner.formats import dense
 from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.model.read_shares import can_read_shares
@@ -197,6 +198,7 @@ def refusals() -> dict[str, str]:
         "plain": lambda: pruned(LLAMA(), {"engine": "sharded"}),
         "offload": lambda: shard_(LLAMA(), CPU, offload=True),
         "memory": partial(little_memory, model),
+        "tasks": lambda: check_place(model, ["boolq"]),
     }
     messages = {}
     for name, call in calls.items():

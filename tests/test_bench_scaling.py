@@ -1,6 +1,5 @@
 """The benchmark of several GPUs, with two processes on a CPU; and its tables."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,8 +13,6 @@ sys.path.append(str(FOLDER))
 import bench_scaling  # noqa: E402
 from lib import scaling_results  # noqa: E402
 
-SHARDED = importlib.util.find_spec("fwanda_pruner.engine.sharded") is not None
-
 
 def measured_by_two(*arguments):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -27,7 +24,7 @@ def measured_by_two(*arguments):
 def result(tmp_path_factory):
     """The result of all kinds of cases, and what was printed."""
     folder = tmp_path_factory.mktemp("scaling")
-    cases = ["fwanda:tiny", "sparsegpt:tiny", "auto:tiny", *["sharded:tiny"] * SHARDED]
+    cases = ["fwanda:tiny", "sparsegpt:tiny", "auto:tiny", "sharded:tiny"]
     done = measured_by_two("--cases", *cases, "--tokens", "24x32", "--dtype", "float32", "--results", str(folder))
     assert done.returncode == 0, done.stderr
     (path,) = folder.iterdir()
@@ -45,7 +42,6 @@ def test_two_processes_find_the_statistics_and_masks_of_one(result):
         assert case["checks"]["masks_equal_on_all_ranks"] and case["checks"]["share_of_equal_masks"] > 0.8
 
 
-@pytest.mark.skipif(not SHARDED, reason="there is no sharded engine")
 def test_a_sharded_model_finds_the_same_statistics_on_all_ranks(result):
     sharded = result[0]["cases"][3]
     assert sharded["checks"] == {"statistics_equal_on_all_ranks": True, "masks_equal_on_all_ranks": None}

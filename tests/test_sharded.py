@@ -102,6 +102,7 @@ def test_what_does_not_work_is_one_line(found):
         "packed": "a sharded model is saved in the form dense",
         "plain": "load_model(name, engine='sharded')",
         "offload": "--offload keeps weights in RAM instead of on GPUs",
+        "tasks": "the decoder blocks are divided over ranks; load the model by load_model(name, engine='resident')",
         "memory": "cpu ran out of memory; use a smaller --micro-batch, --checkpointing on",
     }
     for size in SIZES:

@@ -17,19 +17,10 @@ def packed_masks(weights: Iterable[Tensor], device: torch.device | str | None = 
         weights: of a model.
         device: that packs them; None: where each lies.
     """
-    return [packed(weight.to(device or weight.device)).cpu() for weight in weights]
+    return [_packed(weight.to(device or weight.device)).cpu() for weight in weights]
 
 
-def agreement(weights: Iterable[Tensor], masks: list[Tensor]) -> float:
-    """Share of the weights that are zero in both models or in neither; `masks` comes from packed_masks()."""
-    differ = total = 0
-    for weight, mask in zip(weights, masks, strict=True):
-        differ += _differing(packed(weight), mask.to(weight.device))
-        total += weight.numel()
-    return 1 - differ / total
-
-
-def equal_share(masks: list[Tensor], others: list[Tensor]) -> float:
+def agreement(masks: list[Tensor], others: list[Tensor]) -> float:
     """Share of the weights that are zero in both models or in neither; both from packed_masks().
 
     The bits that fill the last byte of a matrix count as weights.
@@ -43,7 +34,7 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int(ones[(a ^ b).int()].sum())
 
 
-def packed(weight: Tensor) -> Tensor:
+def _packed(weight: Tensor) -> Tensor:
     zeros = nn.functional.pad((weight == 0).flatten(), (0, -weight.numel() % BITS)).view(-1, BITS)
     places = (2 ** torch.arange(BITS, device=weight.device)).to(torch.uint8)
     return (zeros * places).sum(1, dtype=torch.uint8)

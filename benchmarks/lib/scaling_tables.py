@@ -155,8 +155,8 @@ def sizes(_folder: Path = RESULTS) -> str:
         ),
         "hidden states of 128 x 2,048 tokens": lambda s: f"{2 * tokens * s.hidden / 1e9:.1f} GB",
         "Hessians of a block": lambda s: f"{max(block.hessians for block in s.blocks) / 1e9:.1f} GB",
-        "FLOPs of F-Wanda, 128 windows": lambda s: f"{cost.calibration_flops(s, Text()):.2g}",
-        "of which 32 with a backward pass": lambda s: f"{cost.calibration_flops(s, Text(fisher=32)):.2g}",
+        "FLOPs of F-Wanda, backward pass in all 128 windows": lambda s: f"{cost.calibration_flops(s, Text()):.2g}",
+        "FLOPs of F-Wanda, backward pass in 32 of them": lambda s: f"{cost.calibration_flops(s, Text(fisher=32)):.2g}",
     }
     return table(head, [[name, *map(line, shapes)] for name, line in lines.items()])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from fwanda_pruner.engine.memory import pinned
 
@@ -84,13 +84,18 @@ def build(
 
 def _allocate(model: nn.Module, device: str) -> None:
     """Gives memory to a model that has none: blocks in RAM, all else on the device."""
-    with torch.device(device):
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    renew_rotary(model, device)
     for name, parameter in list(model.named_parameters()):
         values, (path, _, last) = torch.empty_like(parameter, device=device), name.rpartition(".")
         if device == "cuda" and name.startswith("model.layers."):
             values = pinned(values)
         setattr(model.get_submodule(path), last, nn.Parameter(values))
+
+
+def renew_rotary(model: nn.Module, device: str | torch.device) -> None:
+    """Computes the rotary embedding of a model on the device: its buffers have values of their own."""
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
 
 
 @torch.no_grad()
@@ -99,12 +104,14 @@ def reinitialise(model: nn.Module, seed: int) -> None:
     device = next(model.parameters()).device  # blocks may lie elsewhere
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        values = torch.empty_like(parameter, device=device)
-        if parameter.dim() > 1:
-            values.normal_(0, 0.02, generator=generator)
-        else:
-            values.fill_(0 if name.endswith("bias") else 1)
-        parameter.copy_(values)
+        parameter.copy_(fill_(name, torch.empty_like(parameter, device=device), generator))
+
+
+def fill_(name: str, values: Tensor, generator: torch.Generator) -> Tensor:
+    """Fresh values of a parameter of that name, in place: matrices normal (0, 0.02), norms 1, biases 0."""
+    if values.dim() > 1:
+        return values.normal_(0, 0.02, generator=generator)
+    return values.fill_(0 if name.endswith("bias") else 1)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fwanda_pruner.model import placement
 
-from .shapes import build
+from .shapes import build, fill_, renew_rotary
 
 
 def build_sharded(shape: str, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
@@ -26,8 +26,7 @@ def build_sharded(shape: str, dtype: torch.dtype, device: torch.device, seed: in
     wrap_(model, device, offload=False)
     model.to_empty(device=device)
     placement.move_the_rest(model, device)
-    with device:
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers have values of their own
+    renew_rotary(model, device)
     _fill(model, device, seed)
     return model
 
@@ -36,10 +35,8 @@ def build_sharded(shape: str, dtype: torch.dtype, device: torch.device, seed: in
 def _fill(model: nn.Module, device: torch.device, seed: int) -> None:
     """Values like those of reinitialise(), drawn by each rank for its shards, and by all alike for the rest."""
     alike, own = (torch.Generator(device).manual_seed(number) for number in (seed, seed + 1 + dist.get_rank()))
-    for parameter in model.parameters():
-        sharded = isinstance(parameter, DTensor)
-        values = parameter.to_local() if sharded else parameter
-        if parameter.dim() > 1:
-            values.normal_(0, 0.02, generator=own if sharded else alike)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            fill_(name, parameter.to_local(), own)
         else:
-            values.fill_(1)
+            fill_(name, parameter, alike)

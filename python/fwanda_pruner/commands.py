@@ -55,8 +55,8 @@ def _load(args: argparse.Namespace, config: PruneConfig, *, streams: bool = True
     """The model and tokenizer of a command.
 
     Args:
-        streams: whether the command can run with the streamed and the sharded engine.
-        packed: whether a packed folder stays packed.
+        streams: whether to follow --engine; if not, all weights go to the device.
+        packed: whether a packed folder stays packed; it does not with --engine streamed or sharded.
     """
     begin_stage(StageName.LOAD.title)
     if config.deterministic:

@@ -33,6 +33,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("auto", "on", "off")
 ENERGY_PROTOCOLS = ("gross", "net")
 ENGINES = ("auto", "resident", "streamed", "sharded")
+_ENGINES_OF = {  # option -> the engines with which it has an effect
+    "segment": ("auto", "streamed"),
+    "offload": ("sharded",),
+    "compile on": ("auto", "resident"),
+    "checkpointing on": ("auto", "resident", "sharded"),
+}
 SAVE_FORMATS = ("dense", "packed", "masks")
 LEAST_PACKED = Fraction("0.15")  # share of zeros; a packed matrix with fewer is hardly smaller than a dense one
 
@@ -177,7 +183,7 @@ class PruneConfig:
         "auto",
         "where the weights are. resident: all on the device; streamed: a few decoder blocks at a time, and the others "
         "in RAM or in the files of the model; sharded: a share of each block on each rank of torchrun; auto: resident "
-        "if the weights fit the device",
+        "if the weights fit the device, else sharded if they fit the GPUs of all ranks together, else streamed",
         ENGINES,
     )
     offload: bool = _setting(
@@ -269,6 +275,7 @@ class PruneConfig:
         if self.weighs_tokens and self.fisher == "mean":
             raise UserError("--fisher mean has no weight for a token; choose empirical or true with --pattern")
         self._check_memory()
+        self._check_engine()
 
     def _check_texts(self) -> None:
         if not self.calibration:
@@ -292,23 +299,27 @@ class PruneConfig:
             raise UserError(f"--micro-batch must be auto or a number of sequences, got {show(self.micro_batch)}")
         if self.compile == self.checkpointing == "on":
             raise UserError("--compile on contradicts --checkpointing on; give only one of them")
-        if self.segment is not None and self.engine == "resident":
-            raise UserError("--segment has no effect with --engine resident; leave it out, or use --engine streamed")
-        if self.segment is not None and self.engine == "sharded":
-            raise UserError("--segment has no effect with --engine sharded; leave it out, or use --engine streamed")
-        if self.offload and self.engine != "sharded":
-            raise UserError(f"--offload has no effect with --engine {self.engine}; use --engine sharded")
-        if self.engine == "sharded" and self.compile == "on":
-            raise UserError("--compile on has no effect with --engine sharded; leave it out")
+        if self.max_memory is not None and not self.memory_limit:
+            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {show(self.max_memory)}")
+
+    def _check_engine(self) -> None:
+        """Refuses options that have no effect with the engine, and what it cannot do."""
+        given = {
+            "segment": self.segment is not None,
+            "offload": self.offload,
+            "compile on": self.compile == "on",
+            "checkpointing on": self.checkpointing == "on",
+        }
+        for option, engines in _ENGINES_OF.items():
+            if given[option] and self.engine not in engines:
+                raise UserError(
+                    f"--{option} has no effect with --engine {self.engine}; leave it out, or use --engine "
+                    f"{' or '.join(engines)}"
+                )
         if self.engine == "sharded" and self.save != "dense":
             raise UserError(f"--save {self.save} needs the whole model on one rank; use --save dense, then fwanda pack")
         if self.engine == "sharded" and OWN_TEXT in {source.name for source in self.sources}:
             raise UserError(f"--calibration {OWN_TEXT} does not work with --engine sharded; use another text")
-        if self.engine == "streamed" and "on" in (self.compile, self.checkpointing):
-            on = "compile" if self.compile == "on" else "checkpointing"
-            raise UserError(f"--{on} on has no effect with --engine streamed; leave it out, or use --engine resident")
-        if self.max_memory is not None and not self.memory_limit:
-            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {show(self.max_memory)}")
 
     @property
     def memory_limit(self) -> int | None:

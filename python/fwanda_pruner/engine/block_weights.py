@@ -35,7 +35,7 @@ class BlockWeights:
 
     Args:
         blocks: the decoder blocks, whose parameters are at home.
-        fused: the fused experts in them.
+        fused: the fused experts in each of them.
         device: where they run.
         outside: parameters that modules outside the blocks use too; they stay where they are.
         most: blocks that are loaded at a time, at least 1. A block that hold() keeps loaded comes on top.
@@ -49,7 +49,7 @@ class BlockWeights:
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        fused: Iterable[FusedExperts],
+        fused: Sequence[Sequence[FusedExperts]],
         device: torch.device,
         outside: Iterable[nn.Parameter],
         most: int,
@@ -59,8 +59,7 @@ class BlockWeights:
         self._device = device
         stay = {id(parameter) for parameter in outside}
         self._parameters = [[p for p in block.parameters() if id(p) not in stay] for block in self._blocks]
-        inside = [set(block.modules()) for block in self._blocks]
-        self._fused = [[experts for experts in fused if experts.module in modules] for modules in inside]
+        self._fused = fused
         self._home: dict[nn.Parameter, Tensor] = {}  # of the parameters that are loaded
         self._users: Counter[nn.Parameter] = Counter()  # loaded blocks of a parameter: blocks may share it
         self._loaded: OrderedDict[int, torch.cuda.Event | None] = OrderedDict()  # the latest used last

@@ -119,10 +119,10 @@ def make_engine(
         return ShardedEngine(model, targets, settings, **shared)
     if config.engine == "sharded":
         raise UserError("--engine sharded needs a model that was loaded for it: load_model(name, engine='sharded')")
-    apart = blocks_lie_apart(model)
-    segment = min(config.segment or _SEGMENT, len(find_blocks(model)[1]))
+    apart, blocks = blocks_lie_apart(model), len(find_blocks(model)[1])
+    segment = min(config.segment or _SEGMENT, blocks)
     if apart and config.engine == "resident":
         raise UserError("the decoder blocks of the model are not on its device; load it with --engine resident")
-    if apart or (config.engine == "streamed" and segment < len(find_blocks(model)[1])):
+    if apart or (config.engine == "streamed" and segment < blocks):
         return StreamedEngine(model, targets, settings, segment=segment, **shared)
     return ResidentEngine(model, targets, settings, **shared)

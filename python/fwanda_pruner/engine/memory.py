@@ -97,7 +97,8 @@ def allocate_large(shape: tuple[int, ...], like: Tensor) -> Tensor:
             flat = torch.from_file(file.name, shared=True, size=count, dtype=like.dtype)
     except OSError as error:
         raise UserError(
-            f"the hidden states need {needed / 2**30:.1f} GiB of memory, or of disk in {tempfile.gettempdir()} (TMPDIR "
-            f"names another folder): {error.strerror}; or use fewer or shorter --nsamples and --seqlen"
+            f"no room for {needed / 2**30:.1f} GiB of hidden states or pruned weights in RAM, nor on the disk of "
+            f"{tempfile.gettempdir()}: {error.strerror}; let TMPDIR name a folder with more room, or use a smaller "
+            f"--nsamples or --seqlen"
         ) from error
     return flat.view(shape)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
-from ..model.experts import run_split
+from ..model.experts import FusedExperts, run_split
 from ..model.targets import Target, find_blocks
 from .device import model_device
 from .loop import PassRecord, PassSettings, run_windows
@@ -40,7 +40,9 @@ class Block:
 
 
 class ResidentEngine:
-    """A model whose weights all lie on one device.
+    """A model whose weights all lie on one device; also the base of the other engines.
+
+    Those bring the weights of a block in block(), and of each block that runs in running().
 
     Args:
         model: a causal language model in eval mode.
@@ -58,6 +60,7 @@ class ResidentEngine:
     """
 
     name, segment, bytes_loaded = "resident", None, None
+    _fixed: Mapping[str, str] = {}  # settings of passes that the engine allows no choice of
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class ResidentEngine:
         ranks: Ranks = ALONE,
     ):
         self.model, self.targets = model, list(targets)
-        self.settings, self.ranks = settings or PassSettings(), ranks
+        self.settings, self.ranks = replace(settings or PassSettings(), **self._fixed), ranks
         self.progress = progress and ranks.first
         self.device = model_device(model)
         self._path, self._blocks = find_blocks(model)
@@ -128,9 +131,8 @@ class ResidentEngine:
         """
         facts = {"backward": backward, "label_seed": label_seed}
         windows = ModelWindows(self.model, tokens, **facts, **self._loading())
-        with self._split_experts():
-            settings = settings or self.settings
-            shown = self._shown(label)
+        settings, shown = replace(settings or self.settings, **self._fixed), self._shown(label)
+        with self.running(), self._split_experts():
             return run_windows(windows, sums, settings, ranks=self.ranks, label=shown, unfinished=unfinished)
 
     def window_losses(
@@ -157,10 +159,11 @@ class ResidentEngine:
             UserError: the memory does not suffice.
         """
         settings = settings or PassSettings(max(1, _LOSS_TOKENS // tokens.shape[1]), compile="off")
+        settings = replace(settings, **self._fixed)
         losses = WindowLosses()
         facts = {"first_target": first_target, "prefix": prefix}
         windows = ModelWindows(self.model, tokens, add_losses=losses.add, **facts, **self._loading())
-        with ExitStack() as stack:
+        with self.running(), ExitStack() as stack:
             if masks is not None:
                 stack.enter_context(self._split_experts())
                 stack.enter_context(masked_blocks(self._blocks, self.targets, masks))
@@ -178,7 +181,7 @@ class ResidentEngine:
         Raises:
             UserError: the blocks are not a plain chain, or a window does not fit the memory.
         """
-        with self._split_experts():
+        with self.running(), self._split_experts():
             yield BlockWalk(self.model, tokens, micro_batch=self.settings.micro_batch, ranks=self.ranks)
 
     def select_threshold(
@@ -186,14 +189,10 @@ class ResidentEngine:
     ) -> dict[str, Tensor]:
         """name -> [R] int64: weights kept in each row when the `total` largest scores of all named matrices are kept.
 
-        The score is |W_ij| * column_scale_j * row_scale_i; ties as fk.select_threshold(). An engine that
-        does not hold all weights at once must add up histograms of the scores block by block instead.
+        The score is |W_ij| * column_scale_j * row_scale_i; ties as fk.select_threshold(). An engine that does not hold
+        all weights at once uses threshold.select_threshold() instead.
         """
-        names = list(row_scales)
-        weights: dict[str, Tensor] = {}
-        for index in range(self.block_count):
-            with self.block(index) as block:
-                weights |= block.weights  # they stay in memory: one call can count them all
+        names, weights = list(row_scales), dict(self._named_weights())
         counts = fk.select_threshold(
             [weights[name] for name in names], list(row_scales.values()), [column_scales[name] for name in names], total
         )
@@ -206,6 +205,20 @@ class ResidentEngine:
         """Arguments of ModelWindows, for weights that are loaded during a pass."""
         return {}
 
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and weight [R, C] of each target. A weight may leave the memory when the next block is asked for."""
+        for index in range(self.block_count):
+            with self.block(index) as block:
+                yield from block.weights.items()
+
+    def _fused_experts(self) -> list[list[FusedExperts]]:
+        """The fused experts of each block."""
+        found: list[dict[int, FusedExperts]] = [{} for _ in range(self.block_count)]
+        for target in self.targets:
+            if target.slice_of is not None:
+                found[target.block][id(target.slice_of.experts)] = target.slice_of.experts
+        return [list(experts.values()) for experts in found]
+
     def _split_experts(self) -> AbstractContextManager[None]:
         """Inside, experts compute by linear layers of their own, which hooks can watch."""
-        return run_split(target.slice_of.experts for target in self.targets if target.slice_of is not None)
+        return run_split(experts for of_block in self._fused_experts() for experts in of_block)

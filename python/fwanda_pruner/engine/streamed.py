@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 
 from torch import Tensor, nn
 
 from ..model.placement import parameters_of_the_rest
 from ..model.targets import Target
 from .block_weights import BlockWeights
-from .loop import PassRecord, PassSettings
-from .masks_in_passing import Masks
-from .prefix import SharedPrefix
+from .loop import PassSettings
 from .ranks import ALONE, Ranks
 from .resident import Block, ResidentEngine
-from .resume import Unfinished
-from .sums import Sums
 from .threshold import select_threshold
-from .walk import BlockWalk
 
 
 class StreamedEngine(ResidentEngine):
@@ -42,6 +36,8 @@ class StreamedEngine(ResidentEngine):
     """
 
     name = "streamed"
+    # compiled blocks would not see that weights move, and BlockWeights decides which blocks run twice
+    _fixed = {"compile": "off", "checkpointing": "off"}
 
     def __init__(
         self,
@@ -54,11 +50,9 @@ class StreamedEngine(ResidentEngine):
         ranks: Ranks = ALONE,
     ):
         super().__init__(model, targets, settings, progress=progress, ranks=ranks)
-        self.settings = _uncompiled(self.settings)
         self.segment = segment
-        fused = {id(t.slice_of.experts): t.slice_of.experts for t in self.targets if t.slice_of is not None}
         rest = parameters_of_the_rest(model)
-        self.weights = BlockWeights(self._blocks, fused.values(), self.device, rest, segment, ranks.size)
+        self.weights = BlockWeights(self._blocks, self._fused_experts(), self.device, rest, segment, ranks.size)
 
     @property
     def bytes_loaded(self) -> int:
@@ -72,42 +66,6 @@ class StreamedEngine(ResidentEngine):
     def running(self) -> AbstractContextManager[None]:
         return self.weights.streaming()
 
-    def measure(
-        self,
-        tokens: Tensor,
-        sums: Sums,
-        *,
-        backward: bool,
-        label_seed: int | None = None,
-        settings: PassSettings | None = None,
-        label: str | None = None,
-        unfinished: Unfinished | None = None,
-    ) -> PassRecord:
-        settings = _uncompiled(settings or self.settings)
-        facts = {"label_seed": label_seed, "settings": settings, "label": label, "unfinished": unfinished}
-        with self.running():
-            return super().measure(tokens, sums, backward=backward, **facts)
-
-    def window_losses(
-        self,
-        tokens: Tensor,
-        masks: Masks | None = None,
-        *,
-        first_target: int = 1,
-        settings: PassSettings | None = None,
-        label: str | None = None,
-        prefix: SharedPrefix | None = None,
-    ) -> Tensor:
-        facts = {"first_target": first_target, "label": label, "prefix": prefix}
-        settings = None if settings is None else _uncompiled(settings)
-        with self.running():
-            return super().window_losses(tokens, masks, settings=settings, **facts)
-
-    @contextmanager
-    def walk(self, tokens: Tensor) -> Iterator[BlockWalk]:
-        with self.running(), super().walk(tokens) as walk:
-            yield walk
-
     def select_threshold(
         self, row_scales: Mapping[str, Tensor], column_scales: Mapping[str, Tensor], total: int
     ) -> dict[str, Tensor]:
@@ -115,14 +73,3 @@ class StreamedEngine(ResidentEngine):
 
     def _loading(self) -> dict[str, int]:
         return {"least_tokens": self.weights.tokens_to_hide_copies, "loaded_bytes": self.weights.loaded_bytes}
-
-    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and weight [R, C] of each target; a weight stays in memory until the next block is asked for."""
-        for index in range(self.block_count):
-            with self.block(index) as block:
-                yield from block.weights.items()
-
-
-def _uncompiled(settings: PassSettings) -> PassSettings:
-    """Compiled blocks would not see that weights move; and BlockWeights decides which blocks run twice."""
-    return replace(settings, compile="off", checkpointing="off")

@@ -23,7 +23,7 @@ from torch import nn
 from ..engine.device import evaluating
 from ..errors import UserError, install_hint, one_line
 from ..model.arguments import expect_model, expect_tokenizer
-from ..model.placement import blocks_lie_apart
+from ..model.placement import blocks_lie_apart, is_sharded
 from ..terminal import is_terminal
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
@@ -93,15 +93,16 @@ def evaluate_tasks(
 
 
 def check_place(model: nn.Module, tasks: Sequence[str]) -> None:
-    """Refuses a model for the streamed engine.
+    """Refuses a model for the streamed or the sharded engine.
 
     Raises:
-        UserError: its decoder blocks are not on the device of the rest.
+        UserError: its decoder blocks are not on the device of the rest, or divided over ranks.
     """
-    if blocks_lie_apart(model):
+    if blocks_lie_apart(model) or is_sharded(model):
+        where = "divided over ranks" if is_sharded(model) else "in RAM"
         raise UserError(
-            f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device, but the decoder blocks are in "
-            f"RAM; load the model with engine resident"
+            f"the tasks of lm-eval ({', '.join(tasks)}) need all weights on the device, but the decoder blocks are "
+            f"{where}; load the model by load_model(name, engine='resident')"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from ..errors import UserError
@@ -20,11 +20,6 @@ from .targets import find_blocks
 def rank_count() -> int:
     """Processes over which weights can be divided."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def mesh_of(device: torch.device) -> DeviceMesh:
-    """All ranks, on devices of a kind."""
-    return init_device_mesh(device.type, (rank_count(),))
 
 
 def least_of_ranks(value: int, device: torch.device) -> int:
@@ -67,7 +62,8 @@ def wrap_(model: nn.Module, device: torch.device, *, offload: bool = False) -> N
     _check_blocks(model)
     model.requires_grad_(False)
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    options = {"mesh": mesh_of(device), "ignored_params": set(parameters_of_the_rest(model))}
+    mesh = init_device_mesh(device.type, (rank_count(),))
+    options = {"mesh": mesh, "ignored_params": set(parameters_of_the_rest(model))}
     for block in find_blocks(model)[1]:
         fully_shard(block, reshard_after_forward=True, offload_policy=policy, **options)
     fully_shard(decoder_of(model), **options)  # holds no weights; lets a block's weights travel while another computes
