@@ -236,8 +236,8 @@ __device__ inline void each_chunk(const PackedLinear& p, const Source& source, c
   }
 }
 
-// What a lane reads of x: 8 columns of a token for each group of 8 tokens. What it reads for tokens that are not there does not
-// matter, as it stays in their sums.
+// What a lane reads of x: 8 columns of a token for each group of 8 tokens. For tokens that do not exist it reads other
+// values; they only enter sums that nobody stores.
 template <int GROUPS>
 struct Tokens {
   const uint8_t* from[GROUPS];  // the next columns of this lane

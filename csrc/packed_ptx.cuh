@@ -50,7 +50,7 @@ __device__ inline uint4 load_if(const uint8_t* from, bool needed) {
   return x;
 }
 
-// Loads whose addresses come from x are done after the stores before this; what x comes from is loaded before it.
+// Keeps the compiler from moving memory accesses across this point: x is computed before it, and used only after it.
 __device__ inline void keep_order(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
 __device__ inline void keep_order(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 

@@ -27,7 +27,7 @@ def to_semi_structured(model: nn.Module, *, tokens: int = 2048) -> nn.Module:
 
     Use it where passes have many tokens, as in prefill or scoring: with few tokens these products are slower than dense
     ones (see docs/packed.md). It runs on cuSPARSELt where torch has it, else, on compute capability 8.x, on CUTLASS.
-    Fused experts and layers that are no nn.Linear stay dense. Save the model before: files of it need the dense form.
+    Fused experts and layers that are no nn.Linear stay dense. Save the model first: a converted model cannot be saved.
 
     Args:
         model: a causal language model pruned with the pattern 2:4, in bf16 or fp16, on a GPU.
