@@ -404,6 +404,32 @@ def test_doctor_says_what_is_here(capsys):
     assert f"torch           {torch.__version__.split('+')[0]}" in out and "row_topk_mask" in out
 
 
+def test_doctor_says_how_to_install_what_is_missing_and_only_that(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr("fwanda_kernels.explain", lambda op: {"cpu": {"native": "not built; run a command"}})
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "C++ library     not built; run a command, which needs a C++ compiler" in lines
+    assert "jinja2          not installed: the HTML report (pip install jinja2)" in lines
+    assert not any("pip install" in line for line in lines if "  installed:" in line)
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("yaml", "pip install 'transformers>=4.57' huggingface_hub safetensors tqdm pyyaml numpy nvidia-ml-py"),
+        ("flash_attn.layers", "pip install flash_attn"),
+    ],
+)
+def test_a_missing_module_is_one_line_with_the_packages_to_install(module, command, monkeypatch, capsys):
+    def describe():
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("fwanda_pruner.doctor.describe", describe)
+    assert main(["doctor"]) == 2
+    check_one_line(capsys, f"No module named {module!r}; run: {command}")
+
+
 def test_the_command_exits_with_the_code(folder):
     done = subprocess.run([sys.executable, "-m", "fwanda_pruner", "prune"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("fwanda: error: ")

@@ -237,7 +237,7 @@ def test_text_in_pictures_is_text_and_colours_are_those_of_the_page(tmp_path):
 def test_a_missing_library_is_one_line_that_says_what_to_install(tmp_path, monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, "fwanda_pruner.report.charts", raising=False)
-    with pytest.raises(UserError, match=r"needs jinja2 and matplotlib.*pip install \"\.\[report\]\"") as error:
+    with pytest.raises(UserError, match=r"needs jinja2 and matplotlib.*pip install jinja2 matplotlib") as error:
         write_html({"a": record()}, tmp_path / "page.html")
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 

@@ -43,7 +43,7 @@ def render(reports: dict[str, Report]) -> str:
 
         from .charts import Charts, shades
     except ImportError as error:
-        raise UserError(f"the HTML report needs jinja2 and matplotlib ({error}); {install_hint('report')}") from error
+        raise UserError(f"the HTML report needs jinja2 and matplotlib ({error}); {install_hint('jinja2', 'matplotlib')}") from error
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
