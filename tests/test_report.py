@@ -314,6 +314,10 @@ def test_the_table_has_a_last_block_with_a_row_for_each_domain_of_each_run():
     ]  # fmt: skip
 
 
+def test_a_report_is_one_short_line_at_the_prompt():
+    assert repr(make_report(config={"method": "wanda"})) == "<Report: wanda, 0.4500 zeros in 1 matrices>"
+
+
 def test_the_table_says_which_losses_of_domains_can_be_compared():
     line = "Compare runs with the same dense loss: the others read other windows."
     other = compared()

@@ -42,7 +42,9 @@ def check_savable(model, tokenizer=None, output: str | Path | None = None) -> No
         dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
 
 
-def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwrite: bool = False) -> None:
+def save_pruned(
+    model, tokenizer, report: Report, output: str | Path, *, overwrite: bool = False, note: str | None = None
+) -> None:
     """Writes a Hugging Face folder with `README.md` and `fwanda.json`, and checks the zeros in its files.
 
     Licences, notices, chat templates and settings of image processors of the model's folder are copied unchanged.
@@ -59,6 +61,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
             `warnings` what the new folder lacks of the old one.
         output: the folder to be made. Missing parents are made.
         overwrite: replace a folder that is not empty.
+        note: what else was done to the model, such as fine-tuning after prune(), which the numbers of the report do not
+            show: a sentence for the card and for `warnings` of the record.
 
     Raises:
         UserError: `output` cannot be written (see files.check_output()), the disk becomes full or not writable, or the
@@ -88,14 +92,14 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
             unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
-        report.warnings += [note for note in notes if note not in report.warnings]
-        card = model_card(report, multimodal=is_multimodal(model))
+        report.warnings += [text for text in [*notes, *([note] if note else [])] if text not in report.warnings]
+        card = model_card(report, multimodal=is_multimodal(model), note=note)
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(report.to_json(), encoding="utf-8")
         slices = {row.name: Part(row.tensor, row.index) for row in report.matrices if row.tensor is not None}
         not_found = form.verify(folder, _expected_zeros(report), model=model, slices=slices)
-    for note in notes:
-        warn(note)
+    for text in notes:
+        warn(text)
     if not_found:
         warn(
             f"{output}: the zeros of {len(not_found)} matrices were not counted, because the files hold them under "
