@@ -315,7 +315,7 @@ def test_the_table_has_a_last_block_with_a_row_for_each_domain_of_each_run():
 
 
 def test_a_report_is_one_short_line_at_the_prompt():
-    assert repr(make_report(config={"method": "wanda"})) == "<Report: wanda, 0.4500 zeros in 1 matrices>"
+    assert repr(make_report(config={"method": "wanda"})) == "<Report: wanda, 0.4500 zeros in 2 matrices>"
 
 
 def test_the_table_says_which_losses_of_domains_can_be_compared():
