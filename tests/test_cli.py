@@ -174,6 +174,21 @@ def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(fol
         check_one_line(capsys, "the folder has no tokenizer files; copy tokenizer.json and tokenizer_config.json")
 
 
+@pytest.mark.parametrize(("bos", "length"), [(True, 23), (False, 24)])
+def test_windows_that_overlap_give_one_warning_whether_bos_is_added_or_not(folder, monkeypatch, bos, length):
+    monkeypatch.setattr("fwanda_pruner.run.read_texts.choose_bos", lambda *_: bos)
+    text = {"calibration": str(folder / "calibration.txt"), "nsamples": 64, "seqlen": 24}
+    report = prune(tiny.llama(), tiny.tokenizer(), method="wanda", no_check=True, progress=False, **text)
+    (warning,) = (warning for warning in report.warnings if "overlap" in warning)
+    assert f"windows of {length} tokens" in warning
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc")
+def test_an_output_where_no_folder_can_be_made_is_one_line(folder, capsys):
+    assert main(arguments(folder, Path("/proc/x"))) == 2
+    assert capsys.readouterr().err.endswith("cannot write to /proc; choose another folder\n")
+
+
 def test_a_file_that_is_calibrated_on_and_evaluated_gives_a_warning(folder, tmp_path):
     flags = {"calibration": [str(folder / "calibration.txt")], "nsamples": 16, "seqlen": 24, "method": "wanda"}
     for name, warned in (("calibration", 1), ("eval", 0)):
