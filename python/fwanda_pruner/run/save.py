@@ -1,12 +1,14 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..config import PruneConfig, settings_of
 from ..engine.ranks import Ranks
 from ..errors import UserError
-from ..formats import dense, masks, packed
+from ..formats import audit, dense, masks, packed
 from ..formats.audit import Part, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
@@ -86,7 +88,7 @@ def save_pruned(
     if not Ranks.current().first:
         dense.give_shares(model)
         return
-    with atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
+    with _advice_on_zeros(), atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):
             form.write(folder, model, tokenizer)
             unread = carry_files(model, tokenizer, folder)
@@ -105,6 +107,16 @@ def save_pruned(
             f"{output}: the zeros of {len(not_found)} matrices were not counted, because the files hold them under "
             f"unknown names; the first is {not_found[0]}"
         )
+
+
+@contextmanager
+def _advice_on_zeros() -> Iterator[None]:
+    """Adds to an error about zeros what helps a user who has trained the model."""
+    try:
+        yield
+    except audit.WrongZeros as error:
+        advice = "if the model was trained after pruning, train it inside `with fwanda_pruner.keep_zeros(model):`"
+        raise RuntimeError(f"{error}; {advice}") from error
 
 
 def verify_finished(output: str | Path, config: PruneConfig, *, model: str, statistics: str | None) -> None:
