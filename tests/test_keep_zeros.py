@@ -117,8 +117,6 @@ def test_a_model_trained_without_its_zeros_is_not_saved_and_the_error_says_how_t
     model = tiny.llama()
     report = prune(model, method="magnitude", no_check=True, progress=False)
     train(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-    with pytest.raises(
-        RuntimeError, match=r"holds 0 zeros .*train it inside .*keep_zeros"
-    ):
+    with pytest.raises(RuntimeError, match=r"holds 0 zeros .*train it inside .*keep_zeros"):
         save_pruned(model, None, report, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
