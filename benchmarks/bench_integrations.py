@@ -223,7 +223,7 @@ def compressor_sparsegpt(prune_n=0, prune_m=0) -> Case:
 
 def llm_compressor(modifier: str):
     """The host's module of a modifier, and our context manager."""
-    pytest.importorskip("llmcompressor", reason='llm-compressor is missing: pip install ".[llmcompressor]"')
+    pytest.importorskip("llmcompressor", reason="llm-compressor is missing: pip install llmcompressor")
     from fwanda_pruner.integrations.llmcompressor import use_fwanda_kernels
 
     return importlib.import_module(f"llmcompressor.modifiers.pruning.{modifier}.base"), use_fwanda_kernels

@@ -15,9 +15,15 @@ from fwanda_pruner.text.sources import load_documents
 name, output = [*sys.argv[1:], *["smollm2", "pruned-recovered"][len(sys.argv) - 1 :]]
 model, tokenizer = fwanda_pruner.load_model(name, device="cpu", dtype="float32")
 report = fwanda_pruner.prune(model, tokenizer, method="wanda", sparsity=0.6, nsamples=16, seqlen=256, guard="none")
-ids = torch.tensor(tokenizer("\n".join(load_documents("sample", purpose="calibration")))["input_ids"])
-windows = ids[: len(ids) // 256 * 256].view(-1, 256)
-held_out, windows = windows[:4], windows[4:]
+
+
+def windows_of(purpose: str) -> torch.Tensor:
+    """[S, 256] windows of a part of `sample`: "calibration", which Wanda read, or "eval", which it did not."""
+    ids = torch.tensor(tokenizer("\n".join(load_documents("sample", purpose=purpose)))["input_ids"])
+    return ids[: len(ids) // 256 * 256].view(-1, 256)
+
+
+held_out, windows = windows_of("eval")[:4], windows_of("calibration")
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
 
 
@@ -26,12 +32,17 @@ def loss_on(batch: torch.Tensor) -> torch.Tensor:
 
 
 with torch.no_grad():
-    before = loss_on(held_out)
+    before = float(loss_on(held_out))
 with fwanda_pruner.keep_zeros(model):
     for batch in windows[:32].split(4):
         loss_on(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-fwanda_pruner.save_pruned(model, tokenizer, report, output)
 with torch.no_grad():
-    print(f"loss on held-out text {before:.4f} -> {loss_on(held_out):.4f}")
+    after = float(loss_on(held_out))
+done = f"loss on held-out text {before:.4f} -> {after:.4f}"
+note = (
+    f"After pruning, the model was fine-tuned for eight steps: {done}. The losses in the record are from before that."
+)
+fwanda_pruner.save_pruned(model, tokenizer, report, output, note=note)
+print(done)

@@ -15,6 +15,7 @@ from helpers_cli import arguments, make_folder
 from interrupt import interrupted_while_reading
 from transformers import AutoModelForCausalLM
 
+from fwanda_pruner import prune
 from fwanda_pruner.cli import main
 from fwanda_pruner.config import GROUPS, PruneConfig, settings_of
 
@@ -143,7 +144,7 @@ def test_eval_measures_a_pruned_folder_as_its_report_did_and_prints_json(folder,
     assert main(arguments(folder, tmp_path / "out", *flags, "--bos", "none")) == 0
     expected = json.loads((tmp_path / "out" / "fwanda.json").read_text())["perplexity"]
     capsys.readouterr()
-    assert main(["eval", str(tmp_path / "out"), *flags]) == 0
+    assert main(["eval", str(tmp_path / "out")]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts.keys() == {"model", "perplexity", "sparsity"} and facts["sparsity"]["matrices"] == 0.5
     assert [text["source"] for text in facts["perplexity"]] == [text["source"] for text in expected] == texts
@@ -152,19 +153,48 @@ def test_eval_measures_a_pruned_folder_as_its_report_did_and_prints_json(folder,
         assert recorded.pop("dense") and found == recorded
 
 
-def test_eval_reads_wikitext2_by_default(folder, capsys, monkeypatch):
-    datasets, asked = pytest.importorskip("datasets"), []
-
-    def load_dataset(path, **options):
-        asked.append((path, options["split"]))
-        return datasets.Dataset.from_dict({"text": [tiny.text(300)]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert main(["eval", str(folder / "model"), "--eval-seqlen", "24", "--bos", "none"]) == 0
+def test_eval_without_a_text_reads_sample(folder, capsys):
+    flags = ["--eval-seqlen", "24", "--eval-windows", "2", "--bos", "none"]
+    assert main(["eval", str(folder / "model"), *flags]) == 0
     (text,) = json.loads(capsys.readouterr().out)["perplexity"]
-    assert (text["source"], text["windows"]) == ("wikitext2", 300 // 24) and set(asked) == {
-        ("Salesforce/wikitext", "test")
-    }
+    assert (text["source"], text["windows"]) == ("sample", 2)
+
+
+def test_eval_of_a_folder_that_is_not_there_says_so(tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "nothere")]) == 2
+    check_one_line(capsys, "nothere")
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(folder, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    shutil.copy(folder / "model" / "config.json", tmp_path / "model")
+    text = str(folder / "eval.txt")
+    for command in (["prune", "--calibration", text, "--output", str(tmp_path / "out")], ["eval", "--eval", text]):
+        assert main([*command, str(tmp_path / "model")]) == 2
+        check_one_line(capsys, "the folder has no tokenizer files; copy tokenizer.json and tokenizer_config.json")
+
+
+@pytest.mark.parametrize(("bos", "length"), [(True, 23), (False, 24)])
+def test_windows_that_overlap_give_one_warning_whether_bos_is_added_or_not(folder, monkeypatch, bos, length):
+    monkeypatch.setattr("fwanda_pruner.run.read_texts.choose_bos", lambda *_: bos)
+    text = {"calibration": str(folder / "calibration.txt"), "nsamples": 64, "seqlen": 24}
+    report = prune(tiny.llama(), tiny.tokenizer(), method="wanda", no_check=True, progress=False, **text)
+    (warning,) = (warning for warning in report.warnings if "overlap" in warning)
+    assert f"windows of {length} tokens" in warning
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc")
+def test_an_output_where_no_folder_can_be_made_is_one_line(folder, capsys):
+    assert main(arguments(folder, Path("/proc/x"))) == 2
+    assert capsys.readouterr().err.endswith("cannot write to /proc; choose another folder\n")
+
+
+def test_a_file_that_is_calibrated_on_and_evaluated_gives_a_warning(folder, tmp_path):
+    flags = {"calibration": [str(folder / "calibration.txt")], "nsamples": 16, "seqlen": 24, "method": "wanda"}
+    for name, warned in (("calibration", 1), ("eval", 0)):
+        model, tokenizer = tiny.llama(), tiny.tokenizer()
+        report = prune(model, tokenizer, eval=str(folder / f"{name}.txt"), guard="none", progress=False, **flags)
+        assert sum("is both --calibration and --eval" in warning for warning in report.warnings) == warned
 
 
 def test_settings_from_a_file_are_overridden_by_flags(folder, tmp_path):
@@ -404,6 +434,32 @@ def test_doctor_says_what_is_here(capsys):
     assert f"torch           {torch.__version__.split('+')[0]}" in out and "row_topk_mask" in out
 
 
+def test_doctor_says_how_to_install_what_is_missing_and_only_that(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr("fwanda_kernels.explain", lambda op: {"cpu": {"native": "not built; run a command"}})
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "C++ library     not built; run a command, which needs a C++ compiler" in lines
+    assert "jinja2          not installed: the HTML report (pip install jinja2)" in lines
+    assert not any("pip install" in line for line in lines if "  installed:" in line)
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("yaml", "pip install 'transformers>=4.57' huggingface_hub safetensors tqdm pyyaml numpy nvidia-ml-py"),
+        ("flash_attn.layers", "pip install flash_attn"),
+    ],
+)
+def test_a_missing_module_is_one_line_with_the_packages_to_install(module, command, monkeypatch, capsys):
+    def describe():
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("fwanda_pruner.doctor.describe", describe)
+    assert main(["doctor"]) == 2
+    check_one_line(capsys, f"No module named {module!r}; run: {command}")
+
+
 def test_the_command_exits_with_the_code(folder):
     done = subprocess.run([sys.executable, "-m", "fwanda_pruner", "prune"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("fwanda: error: ")
@@ -419,6 +475,11 @@ def test_a_command_that_does_not_exist_is_one_line_with_the_closest_one(capsys):
     check_one_line(capsys, "there is no command 'purne'; did you mean prune?; see fwanda --help")
     assert main(["zzz"]) == 2
     check_one_line(capsys, "there is no command 'zzz'; the commands are prune, calibrate,")
+
+
+def test_a_flag_cut_short_is_refused_with_the_whole_one(capsys):
+    assert main(["prune", "model", "--calib", "c4", "--output", "out"]) == 2
+    check_one_line(capsys, "unrecognized arguments: --calib c4; did you mean --calibration?")
 
 
 def test_a_mistyped_setting_in_a_file_is_one_line_with_the_closest_one(folder, tmp_path, capsys):

@@ -39,6 +39,8 @@ def test_a_pruned_model_recovers_a_little_and_keeps_its_zeros(tmp_path):
     first, last = map(float, re.search(r"text ([\d.]+) -> ([\d.]+)", done.stdout).groups())
     assert last < first
     assert (tmp_path / "recovered" / "config.json").is_file()  # the zeros were counted as it was saved
+    assert "fine-tuned for eight steps" in (tmp_path / "recovered" / "README.md").read_text()
+    assert "fine-tuned for eight steps" in (tmp_path / "recovered" / "fwanda.json").read_text()
 
 
 @pytest.mark.fault("kept zeros")

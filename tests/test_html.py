@@ -69,6 +69,12 @@ def test_quality_has_perplexities_and_the_losses_of_domains(tmp_path):
     assert "Updates of the weights were kept in 3 of 4 blocks" in words(source)
 
 
+def test_losses_with_wandas_masks_are_left_out_where_the_result_has_the_same(tmp_path):
+    same = [{**domain, "wanda": domain["pruned"]} for domain in record().domains]
+    assert "Wanda's masks" not in words(section(page_of(tmp_path, record(domains=same)), "quality"))
+    assert "Wanda's masks" in words(section(page_of(tmp_path, record()), "quality"))
+
+
 def test_sparsity_has_a_field_for_each_block_and_kind(tmp_path):
     head, *rows = rows_of(section(page_of(tmp_path, record()), "sparsity"))
     assert head == ["block", "q_ proj", "o_ proj", "up_ proj", "down_ proj", "all"]
@@ -237,7 +243,7 @@ def test_text_in_pictures_is_text_and_colours_are_those_of_the_page(tmp_path):
 def test_a_missing_library_is_one_line_that_says_what_to_install(tmp_path, monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, "fwanda_pruner.report.charts", raising=False)
-    with pytest.raises(UserError, match=r"needs jinja2 and matplotlib.*pip install \"\.\[report\]\"") as error:
+    with pytest.raises(UserError, match=r"needs jinja2 and matplotlib.*pip install jinja2 matplotlib") as error:
         write_html({"a": record()}, tmp_path / "page.html")
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
@@ -318,12 +324,14 @@ def test_one_scale_serves_all_maps_and_is_never_narrow():
 
 def test_most_rows_are_told_within_the_bins():
     counts = [0] * ROW_BINS
-    counts[25] = 10
-    assert rows_in_words(counts) == (
+    counts[25] = 20
+    assert rows_in_words(counts, 0.5) == "All rows keep about 50 % of their weights."
+    counts[30] = 1
+    assert rows_in_words(counts, 0.5) == (
         "At least eight of ten rows keep 50 % to 52 % of their weights; the median row keeps 50 % to 52 %."
     )
-    counts[0], counts[-1] = 2, 2
-    assert "keep 0 % to 100 % of their weights; the median row keeps 50 % to 52 %" in rows_in_words(counts)
+    counts[0], counts[-1] = 4, 4
+    assert "keep 0 % to 100 % of their weights; the median row keeps 50 % to 52 %" in rows_in_words(counts, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -111,3 +111,12 @@ def test_masks_that_do_not_fit_are_refused(tmp_path):
     save_file({"x": torch.ones(2)}, tmp_path / "masks.safetensors")
     with pytest.raises(UserError, match=r"x must be \[R, ceil\(C/8\)\] uint8, got \[2\] torch.float32"):
         load_masks(tmp_path)
+
+
+def test_a_model_trained_without_its_zeros_is_not_saved_and_the_error_says_how_to_train_it(tmp_path):
+    model = tiny.llama()
+    report = prune(model, method="magnitude", no_check=True, progress=False)
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    with pytest.raises(RuntimeError, match=r"holds 0 zeros .*train it inside .*keep_zeros"):
+        save_pruned(model, None, report, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -84,7 +84,7 @@ def test_two_copies_and_the_installed_package_live_in_one_process(tmp_path):
 
 
 def test_the_kernels_package_reads_the_build_file_and_loads_a_build(tmp_path):
-    rust = pytest.importorskip("kernels._rust", reason='kernels is missing: pip install ".[release]"')
+    rust = pytest.importorskip("kernels._rust", reason="kernels is missing: pip install kernels")
     assert [str(backend) for backend in rust.Build.open(ROOT).general.backends] == ["cpu", "cuda"]
     places = [variant(tmp_path, name) for name in ("one", "two")]
     load = """

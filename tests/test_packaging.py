@@ -189,3 +189,10 @@ def test_make_alone_lists_every_target():
     listed = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = re.search(r"^\.PHONY: help (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert [line.split()[1] for line in listed.splitlines()] == targets
+
+
+def test_the_command_names_the_packages_of_the_extra_prune():
+    (line,) = re.findall(r"^prune = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    from fwanda_pruner.cli import NEEDED
+
+    assert set(NEEDED.values()) == set(re.findall(r'"(.*?)"', line))

@@ -1,6 +1,7 @@
 """The record of a run: stable keys, three denominators, loading; and its tables and summary."""
 
 import json
+import sys
 
 import pytest
 from reports import PROTOCOL, compared, domain, make_report
@@ -270,6 +271,11 @@ def test_the_summary_fits_a_screen_and_shows_no_hash_and_no_class():
         assert hidden not in usual + text
 
 
+def test_the_next_commands_leave_out_the_page_that_cannot_be_made(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not any("--html" in command for command in next_commands(make_report(), "out"))
+
+
 def test_the_next_commands_can_be_copied():
     report = make_report(config={"eval_seqlen": 64, "eval_windows": 3})
     assert next_commands(report, "my model/") == [
@@ -306,6 +312,25 @@ def test_the_table_has_a_last_block_with_a_row_for_each_domain_of_each_run():
     assert [row.split("  ")[-1].strip() for row in rows[:3]] == [
         "calibrated on other windows", "calibrated on these windows", "not calibrated on",
     ]  # fmt: skip
+
+
+def test_a_report_is_one_short_line_at_the_prompt():
+    assert repr(make_report(config={"method": "wanda"})) == "<Report: wanda, 0.4500 zeros in 2 matrices>"
+
+
+def test_the_table_says_which_losses_of_domains_can_be_compared():
+    line = "Compare runs with the same dense loss: the others read other windows."
+    other = compared()
+    other.domains[0]["dense"] = 1.5
+    assert table([("m", compared()), ("n", other)]).splitlines()[-1] == line
+    assert line not in table([("m", compared()), ("n", compared())])
+
+
+def test_losses_with_wandas_masks_are_left_out_where_the_result_has_the_same():
+    report = compared()
+    for row in report.domains:
+        row["wanda"] = row["pruned"]
+    assert "Wanda" not in summary(report) + table([("m", report)])
 
 
 def test_without_domains_the_table_has_no_block_for_them():

@@ -71,6 +71,7 @@ def test_table_is_the_default(runs, capsys):
     ("flags", "expected"),
     [
         (["--format", "cvs"], "--format must be one of table, csv, json, got 'cvs'; did you mean csv?"),
+        (["--format", "html"], "--format must be one of table, csv, json, got 'html'; for a page: --html FILE.html"),
         (["--format", "csv", "--html", "a.html"], "give only one of them"),
         (["--html", "nowhere/a.html"], "--html must be a .html file in an existing, writable folder"),
         (["--html", "fwanda.json"], "--html must be a .html file"),

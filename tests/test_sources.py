@@ -273,6 +273,8 @@ def test_a_missing_datasets_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
         load_documents("wikitext2", purpose="calibration")
+    with pytest.raises(UserError, match="^NOTES.md: no such file, and loading a data set needs the datasets package"):
+        load_documents("NOTES.md", purpose="calibration")
 
 
 def test_c4_takes_windows_of_single_documents_longer_than_the_window(loader, tokenizer):

@@ -257,7 +257,7 @@ def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", "no-such-model", "--tasks", "zeroshot"]) == 2
     assert capsys.readouterr().err == (
-        'fwanda: error: --tasks zeroshot needs lm-eval; in a clone of fwanda-kernels, run: pip install ".[eval]"\n'
+        "fwanda: error: --tasks zeroshot needs lm-eval; run: pip install 'lm-eval>=0.4.13'\n"
     )
 
 

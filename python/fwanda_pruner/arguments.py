@@ -20,7 +20,7 @@ class _Parser(argparse.ArgumentParser):
     """Its errors are a UserError that names the right --help, and the closest word to a mistyped one."""
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
         self._sections: dict[str, argparse._ArgumentGroup] = {}
 
     def section(self, title: str):
@@ -76,7 +76,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 _PRUNE_EXAMPLES = """\
 examples:
 
-    fwanda prune smollm2 --sparsity 0.5 --output pruned
+    fwanda prune smollm2 --sparsity 0.5 --nsamples 16 --seqlen 256 --output out
     fwanda prune MODEL --method wanda --pattern 2:4 --output pruned-24
     fwanda prune MODEL --calibration c4:3 --calibration code --output pruned
     torchrun --nproc-per-node gpu -m fwanda_pruner prune MODEL --output pruned"""

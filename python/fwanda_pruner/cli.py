@@ -25,6 +25,17 @@ _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither packag
     "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu",
 }
 
+# Modules that fwanda cannot do without -> what pip installs for them, as the extra `prune` of pyproject.toml.
+NEEDED = {
+    "transformers": "transformers>=4.57",
+    "huggingface_hub": "huggingface_hub",
+    "safetensors": "safetensors",
+    "tqdm": "tqdm",
+    "yaml": "pyyaml",
+    "numpy": "numpy",
+    "pynvml": "nvidia-ml-py",
+}
+
 _INTERRUPTED = 130  # exit code
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # clean up as Ctrl-C does; SIGHUP: the terminal was closed
 
@@ -145,7 +156,8 @@ def _explained(error: Exception) -> tuple[str, int]:
     if isinstance(error, UserError):
         return " ".join(str(error).split()), 2
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; {install_hint('prune')}", 2
+        module = (error.name or "").partition(".")[0]
+        return f"{error}; {install_hint(*(NEEDED.values() if module in NEEDED else [module]))}", 2
     if isinstance(error, RuntimeError) and name in _HINTS:
         return " ".join(str(error).split()) + _HINTS[name], 2
     if isinstance(error, OSError):

@@ -86,15 +86,22 @@ def _check_tasks(tasks: Sequence[str], engines: Iterable[str], settings: dict) -
 
 
 def _check_texts(
+    model: str,
     *,
-    calibration: Iterable[str] = (),
-    guards: Iterable[str] = (),
-    eval: Iterable[str] = (),
+    calibration: Sequence[str] = (),
+    guards: Sequence[str] = (),
+    eval: Sequence[str] = (),
     local: bool = False,
 ) -> None:
     """Read texts before the model is loaded, so that a mistake shows at once; with `local`, no data sets."""
+    from .model.load import lacks_tokenizer
     from .text.sources import check_source
 
+    if (calibration or eval) and not local and lacks_tokenizer(model):
+        raise UserError(
+            f"model {model!r}: the folder has no tokenizer files; copy tokenizer.json and tokenizer_config.json from "
+            f"the original model into it"
+        )
     calibration = [source.name for source in parse_sources(tuple(calibration))]
     flags = {"--calibration": calibration, "--guard": guards, "--eval": eval}
     for flag, source in ((flag, name) for flag, names in flags.items() for name in names):
@@ -126,6 +133,7 @@ def prune(args: argparse.Namespace) -> Result:
     statistics = Statistics.load(args.statistics) if args.statistics else None
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
     _check_texts(
+        args.model,
         calibration=config.calibration if reads_calibration else (),
         guards=config.guards if resolved.responds or not config.no_check else (),
         eval=config.eval,
@@ -274,7 +282,7 @@ def calibrate(args: argparse.Namespace) -> Result:
     output = _on_first(lambda: check_file(args.output, ".safetensors"))
     if output.exists():
         Statistics.load(output)  # refuses to replace another kind of file
-    _check_texts(calibration=config.calibration)
+    _check_texts(args.model, calibration=config.calibration)
     with planned(calibration_titles(config, loads=True)):
         model, tokenizer = _load(args, config)
         statistics = collect(model, tokenizer, config=config)
@@ -305,7 +313,7 @@ def sample(args: argparse.Namespace) -> Result:
         model, tokenizer = _load(args, config)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
-    text = f"--calibration {shlex.quote(args.output)} --seqlen {config.seqlen}"
+    text = f"--calibration {shlex.quote(args.output)} --nsamples {config.nsamples} --seqlen {config.seqlen}"
     lines = [
         f"seconds     {seconds:.1f} for {config.nsamples} windows of {config.seqlen} tokens",
         f"energy      {energy if isinstance(energy, str) else f'{energy:.0f} J gross'}",
@@ -336,10 +344,10 @@ def evaluate(args: argparse.Namespace) -> Result:
     elif settings:
         raise UserError("--eval-data, --limit and --batch-size are for the tasks of lm-eval; name some by --tasks")
     if "ppl" in names:
-        config = replace(config, eval=config.eval or ("wikitext2",))
+        config = _with_texts(args.model, config)
     elif config.eval:
         raise UserError(f"--eval is the text of ppl, got --tasks {args.tasks}; add ppl or leave --eval out")
-    _check_texts(eval=config.eval)
+    _check_texts(args.model, eval=config.eval)
     from .run.pipeline import evaluate_model
 
     config = _as_recorded(args.model, config)
@@ -354,6 +362,21 @@ def evaluate(args: argparse.Namespace) -> Result:
         if not math.isfinite(text["perplexity"]):
             text["perplexity"] = str(text["perplexity"])
     return Result(json.dumps({"model": args.model, **result}, indent=1))
+
+
+def _with_texts(model: str, config: PruneConfig) -> PruneConfig:
+    """The settings; texts, if not given, are those of the report beside the model, else "sample"."""
+    from .report.record import FILE_NAME, Report
+    from .run.texts import TOKENS
+
+    if config.eval:
+        return config
+    report = Report.load(model) if Path(model, FILE_NAME).is_file() else None
+    sources = [text["source"] for text in report.perplexity] if report else []
+    texts = tuple(source for source in sources if source.partition(" ")[0] != TOKENS)
+    if not texts:
+        return replace(config, eval=("sample",))
+    return replace(config, eval=texts, eval_windows=config.eval_windows or report.config.get("eval_windows"))
 
 
 def _as_recorded(model: str, config: PruneConfig) -> PruneConfig:
@@ -385,7 +408,7 @@ def sweep(args: argparse.Namespace) -> Result:
     check_installed()
     recipe = Recipe.load(args.recipe, _given(args))
     for config in recipe.cells:
-        _check_texts(calibration=config.calibration, guards=config.guards, eval=config.eval)
+        _check_texts(args.model, calibration=config.calibration, guards=config.guards, eval=config.eval)
     settings = _task_settings(args)
     if recipe.tasks:
         _check_tasks(recipe.tasks, [config.engine for config in recipe.cells], settings)
@@ -411,7 +434,7 @@ def report(args: argparse.Namespace) -> Result:
 
     forms = {"table": as_table, "csv": as_csv, "json": as_json}
     if args.format not in (None, *forms):
-        hint = did_you_mean(args.format, forms)
+        hint = "; for a page: --html FILE.html" if args.format == "html" else did_you_mean(args.format, forms)
         raise UserError(f"--format must be one of {', '.join(forms)}, got {show(args.format)}{hint}")
     if args.format and args.html:
         raise UserError("--format prints and --html writes a page; give only one of them")

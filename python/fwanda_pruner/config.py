@@ -161,7 +161,7 @@ class PruneConfig:
         "eval",
         (),
         "text for perplexity: a file, wikitext2, code, sample, or the name of a data set; may be repeated (default: "
-        "none; in `fwanda eval`: wikitext2)",
+        "none; in `fwanda eval`: the texts of the report beside the model, else sample)",
         type=list,
         metavar="TEXT",
     )

@@ -3,6 +3,7 @@
 import difflib
 import os
 import reprlib
+import shlex
 import sys
 import unicodedata
 from collections.abc import Iterable
@@ -22,14 +23,15 @@ class OtherRankError(UserError):
     """A UserError that another rank of the same run met; that rank reports it."""
 
 
-def install_hint(extra: str, *more: str) -> str:
-    """How to install an extra of this package: no package index has it, so the command runs in a clone.
+def install_hint(*requirements: str) -> str:
+    """How to install packages that are missing. It names them, and not an extra of this package.
+
+    To install an extra, pip would install this package again: over an editable install, and without what was built.
 
     Args:
-        extra: its name in pyproject.toml.
-        more: further requirements for the same call of pip.
+        requirements: names, perhaps with versions, as pip takes them.
     """
-    return " ".join([f'in a clone of fwanda-kernels, run: pip install ".[{extra}]"', *(f'"{item}"' for item in more)])
+    return f"run: pip install {' '.join(map(shlex.quote, requirements))}"
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:

@@ -120,7 +120,7 @@ def check_tasks(
     if data_dir is not None and not Path(data_dir).is_dir():
         raise UserError(f"--eval-data must be a folder of data sets, got {data_dir}")
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(f"--tasks {','.join(tasks)} needs lm-eval; {install_hint('eval')}")
+        raise UserError(f"--tasks {','.join(tasks)} needs lm-eval; {install_hint('lm-eval>=0.4.13')}")
     for name in tasks:
         known = name == "zeroshot" or name in _manager().all_tasks
         if not known and not (Path(name).suffix == ".yaml" and os.path.isfile(name)):

@@ -219,6 +219,8 @@ def user_errors(output: Path) -> Iterator[None]:
             ) from error
         if number in _NOT_WRITABLE:
             raise UserError(f"output {output}: not writable ({os.strerror(number)}); choose another folder") from error
+        if number == errno.ENOENT and output.parent.is_dir():  # as /proc says where no file can be made
+            raise UserError(f"output {output}: cannot write to {output.parent}; choose another folder") from error
         if number == errno.ENOENT:
             raise UserError(f"output {output}: {output.parent} is gone; run again") from error
         if number == errno.ENOTEMPTY:

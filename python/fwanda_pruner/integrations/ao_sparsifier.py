@@ -40,7 +40,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"torch {torch.__version__} has no torch.ao.pruning ({error}); for a torch that has, "
-        f"{install_hint('prune', 'torch>=2.10,<2.14')}"
+        f"{install_hint('torch>=2.10,<2.14')}"
     ) from error
 
 check_version("torch", torch.__version__, "2.10", "2.13")

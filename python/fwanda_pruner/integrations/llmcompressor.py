@@ -41,7 +41,7 @@ try:
     from pydantic import Field, PrivateAttr, model_validator
 except ImportError as error:
     raise ImportError(
-        f"llm-compressor with its sparsity modifiers is missing ({error}); {install_hint('llmcompressor')}"
+        f"llm-compressor with its sparsity modifiers is missing ({error}); {install_hint('llmcompressor>=0.14,<0.15')}"
     ) from error
 
 __all__ = ["FWandaModifier", "use_fwanda_kernels"]
@@ -53,7 +53,7 @@ check_version("llmcompressor", llmcompressor.__version__, "0.14", "0.14")
 if not hasattr(SparsityModifierBase, "on_calibration_start"):  # the host would never call the modifier
     raise ImportError(
         f"llmcompressor {llmcompressor.__version__} has another life cycle of modifiers, expected that of 0.14; "
-        f"{install_hint('llmcompressor')}"
+        f"{install_hint('llmcompressor>=0.14,<0.15')}"
     )
 
 

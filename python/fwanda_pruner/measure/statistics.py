@@ -302,7 +302,7 @@ def _measure(
         sums,
         backward=fisher is not None,
         label_seed=seed if fisher == "true" else None,
-        label="calibrate" if fisher is None else "calibrate (forward and backward)",
+        label="calibrate (forward only)" if fisher is None else "calibrate (forward and backward)",
         unfinished=None if unfinished is None else unfinished(name),
     )
     statistics = Statistics.of_sums(sums.tensors(), engine.targets, fisher, engine.device)

@@ -253,10 +253,18 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
             snapshot = Path(cached_file(name, "config.json", local_files_only=True)).parent
             check_stored_types(weight_files(snapshot, name, allow_pickle=allow_pickle), name)
     check_loaded(model, info, name)
-    if folder and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if lacks_tokenizer(name):
         return model, None
     with loading_errors(f"the tokenizer of model {name!r} cannot be loaded"):
         return model, AutoTokenizer.from_pretrained(name, **options)
+
+
+def lacks_tokenizer(name: str) -> bool:
+    """Whether a name is that of a model folder without tokenizer files."""
+    folder = Path(name)
+    with contextlib.suppress(OSError, ValueError):  # what cannot be looked up is refused elsewhere
+        return (folder / "config.json").is_file() and not any(any(folder.glob(p)) for p in _TOKENIZER_FILES)
+    return False
 
 
 def _folder(name: str) -> Path | None:

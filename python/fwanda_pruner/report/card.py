@@ -23,7 +23,7 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)", re.ASCII)  # folder of 
 _CLASSES = {"text-generation": "AutoModelForCausalLM", "image-text-to-text": "AutoModelForImageTextToText"}
 
 
-def model_card(report: Report, *, multimodal: bool = False) -> str:
+def model_card(report: Report, *, multimodal: bool = False, note: str | None = None) -> str:
     """A model card in Markdown, with metadata for the Hugging Face Hub.
 
     It says what was done to the model, how to load it and what to expect of it. The base model, its licence and its
@@ -33,6 +33,7 @@ def model_card(report: Report, *, multimodal: bool = False) -> str:
     Args:
         report: the record of the run.
         multimodal: the model also reads images, so another class loads it.
+        note: a sentence about what else was done to the model.
     """
     (run,) = runs_of({"": report})
     task = "image-text-to-text" if multimodal else "text-generation"
@@ -42,6 +43,7 @@ def model_card(report: Report, *, multimodal: bool = False) -> str:
         f"---\n{_metadata(run, task).to_yaml()}\n---",
         f"# {_escaped(name)}, pruned by {_escaped(method_title(report.config.get('method')) or 'fwanda')}",
         _escaped(run.sentence_of(name, _public)),
+        *([_escaped(note)] if note else []),
         f"## What was done\n\n{_table(('', ''), _facts(run))}",
         *_quality(report),
         f"## Load it\n\n{(_LOAD_PACKED if packed else _LOAD).format(auto_class=auto_class)}",

@@ -8,7 +8,7 @@ from ..errors import UserError, install_hint, shortened, visible
 from ..formats.files import atomic_file, check_file
 from . import page
 from .record import Report
-from .summary import skipped_lines
+from .summary import shows_wanda, skipped_lines
 
 _TEMPLATE = "page.html.j2"
 _SHADES = 48  # colours of a heat map
@@ -43,7 +43,9 @@ def render(reports: dict[str, Report]) -> str:
 
         from .charts import Charts, shades
     except ImportError as error:
-        raise UserError(f"the HTML report needs jinja2 and matplotlib ({error}); {install_hint('report')}") from error
+        raise UserError(
+            f"the HTML report needs jinja2 and matplotlib ({error}); {install_hint('jinja2', 'matplotlib')}"
+        ) from error
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -71,6 +73,12 @@ def _values(reports: dict[str, Report], charts) -> dict:
         "runs": runs,
         "perplexities": page.perplexity_groups(runs),
         "domains": page.domain_groups(runs),
+        "loss_columns": {
+            "dense": "dense",
+            **({"wanda": "Wanda's masks"} if shows_wanda(reports.values()) else {}),
+            "pruned": "pruned",
+            "increase": "increase",
+        },
         "sparsity": {"maps": sparsities, "scale": page.scale_of(sparsities.values())},
         "disagreement": _disagreement(disagreements, charts),
         "histograms": [_histogram(run, charts) for run in runs if sum(run.report.row_histogram or ())],
@@ -88,7 +96,7 @@ def _values(reports: dict[str, Report], charts) -> dict:
 
 
 def _histogram(run: page.Run, charts) -> dict:
-    caption = page.rows_in_words(run.report.row_histogram)
+    caption = page.rows_in_words(run.report.row_histogram, run.kept)
     svg = charts.histogram(run.report.row_histogram, run.kept, run.number, f"Histogram of run {run.number}. {caption}")
     return {"run": run, "caption": caption, "svg": svg}
 
@@ -98,7 +106,7 @@ def _disagreement(maps: dict[int, page.HeatMap], charts) -> dict | None:
     if not maps:
         return None
     lines = {number: page.means_by_block(heat_map) for number, heat_map in maps.items()}
-    lines = {number: values for number, values in lines.items() if values}
+    lines = {number: values for number, values in lines.items() if any(values.values())}
     drawn = dict(list(lines.items())[:_DRAWN])
     means = ", ".join(
         f"run {number} {page.percent(min(values.values()))} to {page.percent(max(values.values()))}"

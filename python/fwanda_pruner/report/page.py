@@ -228,8 +228,15 @@ def means_by_block(heat_map: HeatMap) -> dict[int, float]:
     return {int(block): cells[-1].share for block, cells in heat_map.rows.items() if block != "-"}
 
 
-def rows_in_words(counts: Sequence[int]) -> str:
-    """What Report.row_histogram says of most rows, and of the middle one, within the width of its bins."""
+def rows_in_words(counts: Sequence[int], kept: float) -> str:
+    """What Report.row_histogram says of most rows, and of the middle one, within the width of its bins.
+
+    Args:
+        counts: number of rows in each bin of [0, 1].
+        kept: share of all weights that is kept.
+    """
+    if max(counts) == sum(counts):
+        return f"All rows keep about {percent(kept, 0)} of their weights."
     total, reached, bins = sum(counts), 0, []
     for index, count in enumerate(counts):
         reached += count

@@ -62,7 +62,7 @@ class MatrixRow:
         return self.numel - self.kept + self.kept_zero
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The record of one pruning run. `fwanda.json` holds its to_dict().
 
@@ -127,6 +127,10 @@ class Report:
     ranks: int = 1
     segment: int | None = None
     bytes_loaded: int | None = None
+
+    def __repr__(self) -> str:
+        count = sum(row.skipped is None for row in self.matrices)
+        return f"<Report: {self.config.get('method')}, {self.sparsity['matrices']:.4f} zeros in {count} matrices>"
 
     @property
     def sparsity(self) -> dict[str, float]:

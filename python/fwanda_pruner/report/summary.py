@@ -1,8 +1,10 @@
 """Reports as text: a table that compares runs, and the summary that closes a run."""
 
+import importlib.util
 import shlex
 import textwrap
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import shortened, visible
@@ -35,7 +37,24 @@ def table(reports: list[tuple[str, Report]]) -> str:
         for protocols, rows in groups.items()
     ]
     compared = [(label, report) for label, report in reports if report.domains]
-    return "\n\n".join([*tables, f"{_DOMAINS}\n{_domain_grid(compared)}"] if compared else tables)
+    if compared:
+        tables.append(f"{_DOMAINS}\n{_domain_grid(compared)}{_comparable(compared)}")
+    return "\n\n".join(tables)
+
+
+def _comparable(rows: list[tuple[str, Report]]) -> str:
+    """A line about runs that were compared on other windows of the same text; empty if there are none."""
+    dense: dict[str, set] = {}
+    for _, report in rows:
+        for domain in report.domains:
+            dense.setdefault(domain["source"], set()).add(domain["dense"])
+    several = any(len(losses) > 1 for losses in dense.values())
+    return "\nCompare runs with the same dense loss: the others read other windows." if several else ""
+
+
+def shows_wanda(reports: Iterable[Report]) -> bool:
+    """Whether a report has a loss with Wanda's masks that is not that of the result itself."""
+    return any(domain["wanda"] not in (None, domain["pruned"]) for report in reports for domain in report.domains)
 
 
 def _title(report: Report) -> str:
@@ -72,6 +91,7 @@ def summary(report: Report) -> str:
     Sparsity, coverage, the text, perplexity, losses, cost, and the matrices that were skipped.
     """
     skipped = [row for row in report.matrices if row.skipped is not None]
+    wanda = ", and with Wanda's masks" if shows_wanda([report]) else ""
     sparsity, coverage = report.sparsity, report.coverage
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
     notes = f"{len(report.warnings)}, listed under `warnings` in {FILE_NAME}"
@@ -91,7 +111,7 @@ def summary(report: Report) -> str:
             "perplexity",
             [f"{_change(t)} on {_short(t['source'])}  ({_windows(t)})" for t in report.perplexity],
         ),
-        ("losses", "mean in nats: dense -> pruned, and with Wanda's masks" if report.domains else ""),
+        ("losses", f"mean in nats: dense -> pruned{wanda}" if report.domains else ""),
         *_first("  ", _losses(report)),
         ("refit", _refit(report)),
         ("seconds", f"{sum(report.seconds.values()):.1f} ({stages})"),
@@ -113,9 +133,10 @@ def next_commands(report: Report, output: str) -> list[str]:
     texts = [text["source"] for text in report.perplexity] or ["sample"]
     settings = {"--eval-seqlen": config.get("eval_seqlen"), "--eval-windows": config.get("eval_windows")}
     flags = [f"--eval {shlex.quote(text)}" for text in texts] + [f"{key} {n}" for key, n in settings.items() if n]
+    page = f"fwanda report {folder} --html {shlex.quote(str(Path(output)) + '.html')}"
     return [
         f"fwanda report {folder}",
-        f"fwanda report {folder} --html {shlex.quote(str(Path(output)) + '.html')}",
+        *[page] * all(importlib.util.find_spec(module) for module in ("jinja2", "matplotlib")),
         f"fwanda eval {folder} {' '.join(flags)}",
     ]
 
@@ -159,13 +180,14 @@ def _short(source: str) -> str:
 
 
 def _losses(report: Report) -> list[str]:
-    """Loss of the dense and the pruned model on each domain, beside that of Wanda's masks."""
+    """Loss of the dense and the pruned model on each domain, beside that of Wanda's masks if it is another."""
+    shown = shows_wanda([report])
+    wanda = [f"  Wanda {_loss(domain['wanda'])}" if shown else "" for domain in report.domains]
     names = [_short(domain["source"]) for domain in report.domains]
     width = max(map(len, names), default=0)
     return [
-        f"{name:{width}}  {_loss(domain['dense'])} -> {_loss(domain['pruned'])}  Wanda {_loss(domain['wanda'])}"
-        f"  {_windows_of(domain)}"
-        for name, domain in zip(names, report.domains, strict=True)
+        f"{name:{width}}  {_loss(domain['dense'])} -> {_loss(domain['pruned'])}{other}  {_windows_of(domain)}"
+        for name, other, domain in zip(names, wanda, report.domains, strict=True)
     ]
 
 
@@ -228,10 +250,12 @@ def _grid(rows: list[tuple[str, Report]]) -> str:
 
 def _domain_grid(rows: list[tuple[str, Report]]) -> str:
     """A row for each domain; the label of a run stands in the first of its rows."""
-    cells = [("model", "text", "dense", "Wanda's masks", "pruned", "windows", "")]
+    wanda = shows_wanda(report for _, report in rows)
+    keys = ["dense", *["wanda"] * wanda, "pruned"]
+    cells = [("model", "text", *({"wanda": "Wanda's masks"}.get(key, key) for key in keys), "windows", "")]
     for label, report in rows:
         for number, domain in enumerate(report.domains):
-            losses = (_loss(domain[key]) for key in ("dense", "wanda", "pruned"))
+            losses = (_loss(domain[key]) for key in keys)
             first = "" if number else label
             cells.append((first, domain["source"], *losses, str(domain["windows"]), _reading(domain)))
     return _aligned(cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from ..engine.engine import Engine
 from ..errors import UserError
 from ..evaluate.perplexity import check_tokens, choose_bos
 from ..model.targets import check_length
-from ..notes import warn
-from ..source_shares import OWN_TEXT, counts_of, interleaved
+from ..notes import recording, showing, warn
+from ..source_shares import OWN_TEXT, counts_of, interleaved, named_as
 from ..text.domains import REPORTED, Domain, choice_windows, split_windows
 from ..text.sources import naming
 from ..text.windows import (
@@ -88,6 +89,8 @@ def read_texts(
     reader = _Reader(config, engine, tokenizer, sources, own, sources.bos)
     mix = reader.mix() if calibration else None
     windows = {name: reader.evaluation(source) for name, source in sources.evaluation.items()}
+    if (calibration or domains) and config.reads_text:
+        _warn_of_flattery(config, sources)
     found: list[Domain] = []
     if domains:
         if mix is None and _is_domain(config):
@@ -95,6 +98,15 @@ def read_texts(
         found = reader.domains(mix)
     tokens, labels = (mix.tokens, mix.labels) if calibration else (None, None)
     return Texts(tokens, labels, windows, tuple(found), reader.bos)
+
+
+def _warn_of_flattery(config: PruneConfig, sources: Sources) -> None:
+    """Warns of a file that is calibrated on and evaluated. Texts with a name of their own have a part for each."""
+    calibrated = {source.name for source in config.sources}
+    names = [name for name, text in sources.evaluation.items() if not isinstance(text, Tensor)]
+    for name in named_as(names, config.sources):
+        if name in calibrated and os.path.isfile(name):
+            warn(f"{name} is both --calibration and --eval, which flatters the perplexity; evaluate on another text")
 
 
 def _is_domain(config: PruneConfig) -> bool:
@@ -157,10 +169,17 @@ class _Reader:
             read: reads the text with BOS at the beginning of each window, or without.
             given: the name or the token ids of the text. Token ids are used as they are and decide nothing.
         """
-        mix = read(bool(self.bos))
-        if self.bos is None and not isinstance(given, Tensor):
+        if self.bos is not None or isinstance(given, Tensor):
+            mix = read(bool(self.bos))
+        else:
+            with recording(notes := []), showing(False):  # with BOS, the text is read again and warns then
+                mix = read(False)
             self.bos = mix.tokens.shape[1] > 2 and choose_bos(self.engine, self.tokenizer, mix.tokens[0])
-            mix = read(True) if self.bos else mix
+            if self.bos:
+                mix = read(True)
+            else:
+                for note in notes:
+                    warn(note)
         check_tokens(self.engine.model, mix.tokens)
         return mix
 

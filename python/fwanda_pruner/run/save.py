@@ -1,13 +1,15 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..config import PruneConfig, settings_of
 from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..formats import dense, masks, packed
-from ..formats.audit import Part, WrongFiles, ZeroCount
+from ..formats.audit import Part, WrongFiles, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
 from ..model.arguments import expect_model, expect_type
@@ -42,7 +44,9 @@ def check_savable(model, tokenizer=None, output: str | Path | None = None) -> No
         dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
 
 
-def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwrite: bool = False) -> None:
+def save_pruned(
+    model, tokenizer, report: Report, output: str | Path, *, overwrite: bool = False, note: str | None = None
+) -> None:
     """Writes a Hugging Face folder with `README.md` and `fwanda.json`, and checks the zeros in its files.
 
     Licences, notices, chat templates and settings of image processors of the model's folder are copied unchanged.
@@ -59,6 +63,8 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
             `warnings` what the new folder lacks of the old one.
         output: the folder to be made. Missing parents are made.
         overwrite: replace a folder that is not empty.
+        note: what else was done to the model, such as fine-tuning after prune(), which the numbers of the report do not
+            show: a sentence for the card and for `warnings` of the record.
 
     Raises:
         UserError: `output` cannot be written (see files.check_output()), the disk becomes full or not writable, or the
@@ -82,24 +88,34 @@ def save_pruned(model, tokenizer, report: Report, output: str | Path, *, overwri
     if not Ranks.current().first:
         dense.give_shares(model)
         return
-    with atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
+    with _advice_on_zeros(), atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
         with timed(report.seconds, StageName.SAVE):
             form.write(folder, model, tokenizer)
             unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
-        report.warnings += [note for note in notes if note not in report.warnings]
-        card = model_card(report, multimodal=is_multimodal(model))
+        report.warnings += [text for text in [*notes, *([note] if note else [])] if text not in report.warnings]
+        card = model_card(report, multimodal=is_multimodal(model), note=note)
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(report.to_json(), encoding="utf-8")
         not_found = form.verify(folder, _expected_zeros(report), model=model, slices=_slices(report))
-    for note in notes:
-        warn(note)
+    for text in notes:
+        warn(text)
     if not_found:
         warn(
             f"{output}: the zeros of {len(not_found)} matrices were not counted, because the files hold them under "
             f"unknown names; the first is {not_found[0]}"
         )
+
+
+@contextmanager
+def _advice_on_zeros() -> Iterator[None]:
+    """Adds to an error about zeros what helps a user who has trained the model."""
+    try:
+        yield
+    except WrongZeros as error:
+        advice = "if the model was trained after pruning, train it inside `with fwanda_pruner.keep_zeros(model):`"
+        raise RuntimeError(f"{error}; {advice}") from error
 
 
 def verify_finished(output: str | Path, config: PruneConfig, *, model: str, statistics: str | None) -> str:

@@ -28,7 +28,7 @@ def check_installed() -> None:
         UserError: matplotlib is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"the pictures of a sweep need matplotlib; {install_hint('eval')}")
+        raise UserError(f"the pictures of a sweep need matplotlib; {install_hint('matplotlib')}")
 
 
 def draw(lines: list[Line], output: str | Path) -> list[Path]:

@@ -256,8 +256,10 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
     try:
         import datasets
     except ImportError:
+        missing = "" if path or os.path.isdir(source) else "no such file, and "
         raise UserError(
-            f"{source}: loading it needs the datasets package: pip install datasets, or {_WAY_OUT}{_like(source)}"
+            f"{source}: {missing}loading a data set needs the datasets package: pip install datasets, or "
+            f"{_WAY_OUT}{_like(source)}"
         ) from None
     what = f"the data set {path} cannot be loaded" if path else "no such file, and no data set that can be loaded"
     what = "the folder cannot be loaded" if os.path.isdir(source) else what
