@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
     assert "tokens must be a whole number from 1 on, got True" in refusal(pruned(), tokens=True)
     with pytest.raises(UserError, match="model must be a Hugging Face causal language model"):
         to_semi_structured(torch.nn.Linear(4, 4))
-    with pytest.raises(UserError, match=r"the model is packed already .*unpack_\(model\)"):
+    with pytest.raises(UserError, match=r"the model is packed .*unpack_\(model\)"):
         to_semi_structured(pack_(pruned()))
 
 

@@ -82,8 +82,8 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
                 save_pruned(model, tokenizer, report, output, overwrite=overwrite)
             except WrongZeros as error:
                 raise UserError(
-                    f"{source}: its weights are not those of its {FILE_NAME} ({error}), as after fine-tuning without "
-                    f"keep_zeros; move {FILE_NAME} out of the folder to convert the weights as they are"
+                    f"{source}: its weights are not those of its {FILE_NAME} ({error}); move {FILE_NAME} out of the "
+                    f"folder to convert the weights as they are"
                 ) from error
         else:
             with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:

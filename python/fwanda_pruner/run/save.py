@@ -115,7 +115,8 @@ def _advice_on_zeros() -> Iterator[None]:
         yield
     except WrongZeros as error:
         advice = "if the model was trained after pruning, train it inside `with fwanda_pruner.keep_zeros(model):`"
-        raise RuntimeError(f"{error}; {advice}") from error
+        error.args = (f"{error}; {advice}",)
+        raise
 
 
 def verify_finished(output: str | Path, config: PruneConfig, *, model: str, statistics: str | None) -> str:
