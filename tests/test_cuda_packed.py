@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from helpers_packed import make_mask
 
 import fwanda_kernels as fk
 from fwanda_kernels.testing import make_weight
@@ -21,26 +22,10 @@ CALLS += [("triton", BF16, 1), ("triton", FP16, 16), ("triton", FP32, 5), ("trit
 BACKENDS = ["native", "triton"]
 
 
-def make_mask(kind: str, rows: int, cols: int) -> torch.Tensor:
-    draw = torch.rand(rows, cols, device="cuda", generator=torch.Generator("cuda").manual_seed(rows + cols))
-    place = torch.arange(cols, device="cuda")
-    return {
-        "half": draw < 0.5,
-        "none": draw < 0,
-        "all": draw >= 0,
-        "few": draw < 0.1,
-        "most": draw < 0.93,
-        "rows differ": draw < torch.linspace(0, 1, rows, device="cuda")[:, None],
-        "columns differ": (place % 7 == 0).expand(rows, cols),
-        "blocks": (place < cols // 2).expand(rows, cols) | (torch.arange(rows, device="cuda") % 3 == 0)[:, None],
-        "lanes differ": (place % 32 < 8).expand(rows, cols),
-    }[kind]
-
-
 @cache
 def prepare(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A packed weight, and the dense one."""
-    weight, mask = make_weight(*shape, dtype, device="cuda"), make_mask(kind, *shape)
+    weight, mask = make_weight(*shape, dtype, device="cuda"), make_mask(kind, *shape, device="cuda")
     return fk.pack_weight(weight, mask), weight.masked_fill(~mask, 0)
 
 

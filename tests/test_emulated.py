@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 from helpers_cuda import ROOT, fake_driver
+from helpers_packed import make_mask
 
 import fwanda_kernels as fk
 from fwanda_kernels.testing import make_weight
@@ -61,22 +62,6 @@ def run(tmp_path_factory):
         library.run(kernel, argument, step.blocks, step.threads, step.cluster, step.shared)
 
     return launch
-
-
-def make_mask(kind: str, rows: int, cols: int) -> torch.Tensor:
-    draw = torch.rand(rows, cols, generator=torch.Generator().manual_seed(rows + cols))
-    place = torch.arange(cols)
-    return {
-        "half": draw < 0.5,
-        "none": draw < 0,
-        "all": draw >= 0,
-        "few": draw < 0.1,
-        "most": draw < 0.93,
-        "rows differ": draw < torch.linspace(0, 1, rows)[:, None],
-        "columns differ": (place % 7 == 0).expand(rows, cols),
-        "blocks": (place < cols // 2).expand(rows, cols) | (torch.arange(rows) % 3 == 0)[:, None],
-        "lanes differ": (place % 32 < 8).expand(rows, cols),  # more further words than can be moved
-    }[kind]
 
 
 def check_product(run, packed, mask, tokens, division) -> None:
