@@ -121,7 +121,7 @@ class PruneConfig:
     )
     fisher_samples: str = _setting(
         "fisher",
-        "32",
+        "96",
         "run the backward pass on N of the calibration windows, spread evenly, or on all; the forward pass always runs "
         "on all",
         metavar="N|all",
