@@ -84,15 +84,17 @@ def test_masks(folder, settings, segment, ram, monkeypatch):
 
 
 def test_peak_memory(folder, monkeypatch):
-    """Inputs of blocks go to RAM if it has room."""
+    """Inputs of blocks go to RAM if it has room. The first run is not measured: cuBLAS keeps memory from then on."""
     peaks = {}
-    for case, segment in (("resident", None), ("streamed", 1), ("full ram", 1)):
+    for case, segment in (("first", None), ("resident", None), ("streamed", 1), ("full ram", 1)):
         if case == "full ram":
             monkeypatch.setattr(memory, "free_ram", lambda: 0)
         engine = "resident" if segment is None else "streamed"
+        gc.collect()
+        held = torch.cuda.memory_allocated()  # by earlier tests too
         model = load(folder, engine)
         report = fwanda_pruner.prune(model, method="fwanda", engine=engine, segment=segment, **SETTINGS)
-        peaks[case] = report.peak_memory_bytes
+        peaks[case] = report.peak_memory_bytes - held
         del model
     inputs = (BLOCKS - 1) * 2 * TOKENS.shape[1] * SIZES["hidden_size"] * 2  # of two windows in bf16
     assert peaks["streamed"] < 0.6 * peaks["resident"]

@@ -179,16 +179,17 @@ def test_an_expert_that_no_fisher_window_reached_is_pruned_uniformly(allocation)
 # Settings, files, records
 
 
-def test_the_default_is_32_and_all_is_every_window():
-    few, every = collected(), collected(fisher_samples="all")
-    assert (few.fisher_samples, every.fisher_samples) == ("96", "all")
+def test_the_default_is_96_and_all_is_every_window():
+    assert PruneConfig().fisher_samples == "96"
+    few, every = collected(fisher_samples="32"), collected(fisher_samples="all")
+    assert (few.fisher_samples, every.fisher_samples) == ("32", "all")
     assert set(few.fisher_tokens.values()) == {32 * 24} and every.fisher_tokens == {}
     assert few.tokens_sha256 == every.tokens_sha256
 
 
 def test_where_there_are_no_more_windows_than_that_one_pass_is_enough():
     tokens, found = tiny.tokens(20, 24), []
-    for setting in ("96", "all"):
+    for setting in ("32", "all"):
         config = PruneConfig(fisher_samples=setting)
         found.append(fwanda_pruner.collect(tiny.llama(), config=config, calibration=tokens, progress=False))
     assert found[0].fingerprint() == found[1].fingerprint() and found[0].fisher_tokens == {}
