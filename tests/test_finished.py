@@ -78,7 +78,7 @@ def test_a_report_without_pruned_matrices_is_refused(prune):
 def test_bits_of_packed_experts_are_checked(family, prune):
     assert prune(family, "packed")[0] == 0
     assert prune(family, "packed")[0] == 0
-    flip_last_bit("out/model.safetensors", "experts.down_proj_packed_0")
+    flip_last_bit("out/model.safetensors", "experts.packed_down_proj_0")
     code, line = prune(family, "packed")
     assert code == 2 and "experts" in line
 

@@ -292,8 +292,8 @@ def test_another_version_of_the_config_is_refused(folder):
         ({"packed_bytes": None}, "must name its weights, got None"),
         ({"packed_bytes": {UP: -1}}, f"must be a number of bytes, got -1 for {UP}"),
         ({"packed_bytes": {UP: 10**30}}, "must be a number of bytes"),
-        ({"packed_bytes": {f"{UP}_packed_0": 800}}, f"{UP} is packed as 1 experts"),
-        ({"packed_bytes": {"model.norm_packed_0": 800}}, "model.norm is packed as 1 experts"),
+        ({"packed_bytes": {UP.replace("weight", "packed_weight_0"): 800}}, f"{UP} is packed as 1 experts"),
+        ({"packed_bytes": {"model.packed_norm_0": 800}}, "model.norm is packed as 1 experts"),
     ],
     ids=str,
 )

@@ -4,7 +4,6 @@ docs/packed.md has the layout. `load` gives a model that computes with the packe
 such a folder as a dense model.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from fwanda_kernels import check_packed, unpack_weight
 from ..errors import UserError, one_line
 from ..model.load import load_packed
 from ..model.pack import packed_meanwhile
-from ..model.packed import expert_key
+from ..model.packed import EXPERT, expert_key
 from . import dense
 from .audit import Part, WrongZeros, ZeroCount, stored_tensors
-
-_EXPERT = re.compile(r"_packed_\d+$")  # in the name of a packed expert, see expert_key()
 
 load = load_packed
 model_bytes = dense.model_bytes  # an upper bound: how much is packed shows only after pruning
@@ -79,7 +76,7 @@ def verify(
             raise WrongZeros(name, count, expected[name])
     not_counted = [name for name in expected if name not in counts]
     for key, file in stored_tensors(folder).items() if not_counted else ():
-        if _EXPERT.search(key):
+        if EXPERT.fullmatch(key):
             _count(key, _read(file, key))
     return not_counted
 

@@ -15,7 +15,7 @@ from ..config import DTYPES
 from ..errors import UserError
 from .lazy import LazyTensor
 
-EXPERT = re.compile(r"(.+)\.(\w+)_packed_(\d+)")  # path of the module, parameter and index of a packed expert
+EXPERT = re.compile(r"(.+)\.packed_(\w+)_(\d+)")  # path of the module, parameter and index of a packed expert
 
 
 class PackedLinear(nn.Module):
@@ -111,8 +111,12 @@ class PackedExperts:
 
 
 def expert_key(name: str, index: int) -> str:
-    """Name of the buffer that holds one packed expert of a parameter."""
-    return f"{name}_packed_{index}"
+    """Name of the buffer that holds one packed expert of a parameter.
+
+    It does not begin with the name of the parameter, because transformers would take it for the parameter and convert
+    it when it saves.
+    """
+    return f"packed_{name}_{index}"
 
 
 def put_experts(module: nn.Module, name: str, packed: list[Tensor], headers: list[PackedHeader]) -> None:

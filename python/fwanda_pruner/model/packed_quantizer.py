@@ -96,8 +96,11 @@ class PackedQuantizer(HfQuantizer):
             put_experts(module, name, packed, [PackedHeader(shape, dtype, "")] * len(packed))
         return model
 
-    def update_weight_conversions(self, weight_conversions, model):
-        """Keeps the conversions of dense experts, which name them in files; packed files need none when they load."""
+    def update_weight_conversions(self, weight_conversions, *model):
+        """Keeps the conversions of dense experts, which name them in files; packed files need none when they load.
+
+        model: only newer versions of transformers pass it.
+        """
         packed = [match for match in map(EXPERT.fullmatch, self.quantization_config.packed_bytes) if match]
         ends = {f"{match[1].rpartition('.')[2]}.{match[2]}" for match in packed}  # such as experts.down_proj
         self._of_experts = [
@@ -105,7 +108,7 @@ class PackedQuantizer(HfQuantizer):
             for conversion in weight_conversions
             if any(target.replace("\\", "").endswith(tuple(ends)) for target in conversion.target_patterns)
         ]
-        return super().update_weight_conversions(weight_conversions, model)
+        return super().update_weight_conversions(weight_conversions, *model)
 
     def _process_model_after_weight_loading(self, model, **_kwargs):
         used = getattr(model, "_weight_conversions", None)
