@@ -54,7 +54,7 @@ def _cases(weight: str, arch: int | str) -> Iterator[tuple]:
         constants, options = {"BLOCK_R": 32, "BLOCK_C": sparse24.PACK_C}, {"num_warps": sparse24.PACK_WARPS}
         yield "compress_24", sparse24._compress_24_kernel, types, constants, options
     yield from _removed_cases(weight, strides, major)
-    yield from _packed_cases(weight)
+    yield from _packed_cases(weight, major)
     yield from _nm_cases(weight, strides)
     yield from _row_topk_cases(weight, strides, simd=isinstance(arch, int) and arch >= 90)
     types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
@@ -104,11 +104,11 @@ def _removed_cases(weight: str, strides: list, major: int) -> Iterator[tuple]:
             yield f"removed_sums{layout}", removed._removed_sums_kernel, [*types, *weight_strides], constants, options
 
 
-def _packed_cases(weight: str) -> Iterator[tuple]:
+def _packed_cases(weight: str, major: int) -> Iterator[tuple]:
     bits, per_word = ("*i32", 1) if weight == "*fp32" else ("*i16", 2)
     types, options = ["*i32", bits, bits, *["i32"] * 5], {"num_warps": packed.UNPACK_WARPS}
     yield "unpack_weight", packed._unpack_kernel, types, {"PER_WORD": per_word}, options
-    types, options = ["*i32", weight, weight, "*fp32", *["i32"] * 7], {"num_warps": packed.LINEAR_WARPS}
+    types, options = ["*i32", weight, weight, "*fp32", *["i32"] * 7], packed.linear_options(major)
     constants = {"PER_WORD": per_word, "BLOCK_T": packed.BLOCK_T}
     yield "packed_linear", packed._linear_kernel, types, constants, options
     types, constants = ["*fp32", weight, weight, *["i32"] * 3], {"BIAS": True, "BLOCK_R": packed.BLOCK_R}

@@ -19,7 +19,7 @@ from .launch import cdiv, launch
 from .sparse24 import INTERPRETED
 
 BLOCK_T = 16  # most tokens of a product from packed bytes
-LINEAR_WARPS, UNPACK_WARPS = 2, 2
+UNPACK_WARPS = 2
 PROGRAMS = 1024  # that fill a GPU: the columns of few rows are divided among more programs
 BLOCK_R, ADD_WARPS = 128, 4
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -122,6 +122,13 @@ def _add_kernel(partial, bias, out, tokens, rows, splits, BIAS: tl.constexpr, BL
     tl.store(out + token.to(tl.int64) * rows + r, total.to(out.dtype.element_ty), mask=r < rows)
 
 
+def linear_options(major: int) -> dict[str, int]:
+    """Launch options of packed_linear() for a compute capability."""
+    if major == 12:  # ptxas would aim at 96 registers, and spill
+        return {"num_warps": 2, "maxnreg": 128}
+    return {"num_warps": 2}
+
+
 def unpack_weight(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     if not _serves(packed, rows, columns):
         return NotImplemented
@@ -145,7 +152,8 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
     launch(
         _linear_kernel, (tiles, splits, 1),
         packed.view(torch.int32), packed.view(x.dtype), x.contiguous(), partial, tokens, rows, columns,
-        *packed_places(rows, columns), splits, PER_WORD=4 // x.element_size(), BLOCK_T=BLOCK_T, num_warps=LINEAR_WARPS,
+        *packed_places(rows, columns), splits, PER_WORD=4 // x.element_size(), BLOCK_T=BLOCK_T,
+        **linear_options(torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0),
     )  # fmt: skip
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     launch(
