@@ -38,7 +38,7 @@ FAMILIES = {  # name: (model class, config class, config, matrices in a block)
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SIZES, "head_dim": 8}, 7),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**SIZES, "head_dim": 8, "sliding_window": 8}, 7),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**SIZES, "head_dim": 8, "sliding_window": 8}, 7),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**SIZES, "pad_token_id": 0}, 4),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**SIZES, "pad_token_id": 0, "eos_token_id": 2}, 4),
     "opt": (
         "OPTForCausalLM",
         "OPTConfig",
@@ -48,13 +48,16 @@ FAMILIES = {  # name: (model class, config class, config, matrices in a block)
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        {
+            "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
         4,
     ),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**GPT, "intermediate_size": 48}, 4),
     "falcon": ("FalconForCausalLM", "FalconConfig", GPT, 4),
     "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, 4),
-}
+}  # fmt: skip
 
 # transformers 5 fuses the experts of these into 3-D parameters, where 4 has lists of linear layers
 MOE = {**SIZES, "num_experts_per_tok": 2}
@@ -165,8 +168,8 @@ def mllama():
         "attention_heads": 4, "image_size": 28, "patch_size": 14, "vision_output_dim": 64,
         "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
     }  # fmt: skip
-    text = {**SIZES, "num_hidden_layers": 3, "cross_attention_layers": [1], "pad_token_id": 0}
-    text["rope_scaling"] = {"rope_type": "default"}
+    text = {**SIZES, "num_hidden_layers": 3, "cross_attention_layers": [1]}
+    text |= {"rope_scaling": {"rope_type": "default"}, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.MllamaConfig(vision_config=vision, text_config=text)
     return transformers.MllamaForConditionalGeneration(config)
 
