@@ -7,8 +7,10 @@ import pytest
 import shard_worker
 import tiny
 import torch
+import transformers
 from helpers_cli import arguments, make_folder
 from helpers_ranks import Launcher, torchrun
+from packaging.version import Version
 from safetensors.torch import load_file
 from test_torchrun import own_lines
 from transformers import AutoModelForCausalLM
@@ -92,6 +94,12 @@ def test_saved_files_are_those_of_the_resident_engine(folders, size, name):
     tied = [model.lm_head.weight is model.model.embed_tokens.weight for model in (loaded, plain)]
     assert tied == [name == "llama"] * 2
     assert min(int((tensor == 0).sum()) for key, tensor in whole.items() if "experts" in key or "up_proj" in key) > 0
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="this transformers reads no shares")
+@pytest.mark.skipif(torch.accelerator.current_accelerator() is not None, reason="this torch reads shares onto GPUs")
+def test_each_rank_reads_its_share_of_the_files(found):
+    assert all(rank["reads its share"] for size in SIZES for rank in found[size])
 
 
 def test_what_does_not_work_is_one_line(found):
