@@ -3,8 +3,11 @@
 A fence without a language, or with `sh`, is a shell script; `python` and `yaml` are what they say; `text` is no code. A
 comment before a block changes how it runs:
 
-    <!-- needs: gpu -->        runs only where there is one; likewise network (FWANDA_NETWORK=1), compilers
-                               (FWANDA_COMPILERS=1), make (only `make -n` is tried), or a Python package by name
+    <!-- needs: gpu -->        runs only where there is one; likewise gpus (two or more), 8-gpus, network
+                               (FWANDA_NETWORK=1), compilers (FWANDA_COMPILERS=1), make (only `make -n` is tried), or
+                               a Python package by name
+    <!-- needs: torchrun -->   is a script that torchrun starts; likewise machines (several), or minutes (many): such
+                               blocks are run by hand, and here only their syntax and their flags are tried
     <!-- continues -->         goes on in the folder, and with the Python names, of the blocks before it
 
 On other pages than README and recipes.md, a tiny model stands for smollm2. MODEL and DIR stand for a model and a
@@ -12,6 +15,7 @@ folder everywhere.
 """
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -35,8 +39,18 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^(?P=inde
 MARK = re.compile(r"<!-- (?P<word>needs|continues)(: (?P<what>[\w-]+))? -->\n+\Z")
 REAL = ("README.md", "docs/recipes.md")  # pages whose blocks prune SmolLM2 itself
 LANGUAGES = ("", "sh", "python", "yaml", "text")
+CALLS = """
+import json, sys
+from fwanda_pruner.cli import main
+for arguments in json.loads(sys.argv[1]):
+    if code := main(arguments):
+        sys.exit(code)
+"""
 NEEDS = {
     "gpu": torch.cuda.is_available,
+    "gpus": lambda: torch.cuda.device_count() >= 2,
+    "8-gpus": lambda: torch.cuda.device_count() >= 8,
+    **dict.fromkeys(("torchrun", "machines", "minutes"), lambda: False),
     "network": lambda: os.environ.get("FWANDA_NETWORK") == "1",
     "compilers": lambda: os.environ.get("FWANDA_COMPILERS") == "1",
 }
@@ -108,6 +122,17 @@ def check_flags(block: Block) -> None:
             build_parser()[0].parse_args(list(takewhile(lambda word: word not in (">", "|"), words[1:])))
 
 
+def program_of(code: str, language: str) -> list[str]:
+    """What runs a block. Lines that only call fwanda share one process, because it takes long to start."""
+    if language == "python":
+        return [sys.executable, "-c", code]
+    lines = [shlex.split(line, comments=True) for line in code.replace("\\\n", " ").splitlines()]
+    calls = [words[1:] for words in lines if words]
+    if all(words[0] == "fwanda" for words in lines if words) and not re.search(r"[|<>&;$*`]", code):
+        return [sys.executable, "-c", CALLS, json.dumps(calls)]
+    return ["bash", "-euo", "pipefail", "-c", code]
+
+
 def run(program: list[str], folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(program, cwd=folder, env=environment() | {"PATH": path}, capture_output=True, text=True)
@@ -138,9 +163,7 @@ def test_block_runs(group, model, tmp_path):
         if missing(block.needs) or block.language in ("yaml", "text"):
             continue
         ran = True
-        program = (
-            [sys.executable, "-c", python] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", code]
-        )
+        program = program_of(python if block.language == "python" else code, block.language)
         run(program, ROOT if block.needs == "make" else tmp_path)
     needed = next((block.needs for block in group if missing(block.needs)), None)
     if not ran and needed:
