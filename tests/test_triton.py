@@ -1,6 +1,6 @@
 """The Triton backend: interpreted against the reference, compiled without a GPU, and on a GPU where there is one.
 
-Interpreted cases run in one subprocess, as TRITON_INTERPRET must be set before Triton is imported.
+Interpreted cases run in one subprocess of one test, as TRITON_INTERPRET must be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def prunes_alike(op: str, weight, *arguments) -> None:
     assert torch.equal(found.view(bits), expected.view(bits))  # +0.0 and not -0.0
 
 
-def check_row_topk(kind: str, rows: int = 5, cols: int = 100) -> None:
-    weight = make_weight(rows, cols, DTYPE_OF[kind], kind=kind, device=DEVICE)
+def check_row_topk(kind: str, rows: int = 5, cols: int = 100, dtype: torch.dtype | None = None) -> None:
+    weight = make_weight(rows, cols, dtype or DTYPE_OF[kind], kind=kind, device=DEVICE)
     scale, keep = make_scale(cols, device=DEVICE), make_keep(rows, cols, device=DEVICE)
     expected = reference.row_topk_mask(weight, scale, keep, None)
     assert_masks_equal(ours.row_topk_mask(weight, scale, keep, None), expected)
@@ -109,9 +109,9 @@ def check_small_sample() -> None:
 
 def check_rows_of_many_parts() -> None:
     """Rows in one part and in several, the last of them full or not, with ties in more than one."""
-    for cols in (256, 257, 1024, 3000):
+    for cols, dtype in ((256, BF16), (257, FP16), (1024, FP32), (3000, BF16)):
         for kind in ("normal", "two_values", "all_equal"):
-            check_row_topk(kind, cols=cols)
+            check_row_topk(kind, cols=cols, dtype=dtype)
 
 
 def check_longest_rows() -> None:
@@ -273,54 +273,28 @@ def outcome(check, *arguments) -> str:
     return ""
 
 
-def start(*command: str, interpret: str) -> subprocess.Popen:
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", *command], env=environment, stdout=subprocess.PIPE, text=True
-    )
-
-
-def report(process: subprocess.Popen) -> dict:
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output[-2000:]
-    return json.loads(output.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def compilation() -> subprocess.Popen:
-    pytest.importorskip("triton", reason="triton is not installed")
-    code = f"""
-import json
-from fwanda_kernels._backends.triton.aot import compile_kernels
-print(json.dumps({{str(arch): compile_kernels(arch) for arch in {ARCHITECTURES}}}))
-"""
-    return start("-c", code, interpret="0")
-
-
-@pytest.fixture(scope="module")
-def compiled(compilation) -> dict[str, dict]:
-    return report(compilation)
-
-
-@pytest.fixture(scope="module")
-def interpreted(compilation) -> dict[str, str]:
-    """Runs beside the compilation, which is why it asks for it."""
+def test_interpreted() -> None:
     triton = pytest.importorskip("triton", reason="triton is not installed")
     numpy = pytest.importorskip("numpy", reason="the interpreter needs numpy")
     version = lambda v: tuple(map(int, v.split(".")[:2]))  # noqa: E731
     if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
         pytest.skip("this Triton's interpreter needs numpy < 2.4")
-    return report(start(__file__, interpret="1"))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_interpreted(case: str, interpreted: dict[str, str]) -> None:
-    assert not interpreted[case], interpreted[case]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", __file__]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:]
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert outcomes.keys() == CASES.keys()
+    failed = {name: error for name, error in outcomes.items() if error}
+    assert not failed, "\n".join(f"{name}:\n{error}" for name, error in failed.items())
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_compiles_without_spills(arch: int | str, compiled: dict[str, dict]) -> None:
-    spills = {name: spilled for name, (_, spilled) in compiled[str(arch)].items() if spilled}
+def test_compiles_without_spills(arch: int | str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from fwanda_kernels._backends.triton.aot import compile_kernels
+
+    spills = {name: spilled for name, (_, spilled) in compile_kernels(arch).items() if spilled}
     assert not spills
 
 
@@ -335,10 +309,14 @@ def test_on_gpu(case: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("cols", (1000, 4096, 5120, 11008, 13824, 28672, 57_344, 65_535))
-@pytest.mark.parametrize("kind", ("normal", "two_values", "all_equal"))
-def test_row_lengths_on_gpu(kind: str, cols: int) -> None:
-    check_row_topk(kind, rows=6, cols=cols)
+@pytest.mark.parametrize(
+    ("cols", "dtype"),
+    [(cols, BF16) for cols in (1000, 4096, 5120, 11008, 13824, 28672, 57_344, 65_535)]
+    + [(4096, FP16), (4096, FP32), (65_535, FP16), (65_535, FP32)],
+)
+def test_row_lengths_on_gpu(cols: int, dtype: torch.dtype) -> None:
+    for kind in ("normal", "two_values", "all_equal"):  # in one test, as all take the same kernels
+        check_row_topk(kind, rows=6, cols=cols, dtype=dtype)
 
 
 @needs_gpu
