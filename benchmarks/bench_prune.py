@@ -52,8 +52,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 PROFILED = 4  # micro-batches
 
 
-def main() -> None:
-    args, config = arguments()
+def main(argv: list[str] | None = None) -> None:
+    args, config = arguments(argv)
     result = measure(args, config)
     path = args.results / file_name(result)
     write(path, result)
@@ -61,10 +61,10 @@ def main() -> None:
     print(path)
 
 
-def arguments() -> tuple[argparse.Namespace, PruneConfig]:
+def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, PruneConfig]:
     """The command line, and the settings of the runs."""
     parser = command_line()
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         windows, length = map(int, args.tokens.split("x"))
         if windows < 1 or length < 1:
