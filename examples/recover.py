@@ -13,13 +13,14 @@ import fwanda_pruner
 from fwanda_pruner.text.sources import load_documents
 
 name, output = [*sys.argv[1:], *["smollm2", "pruned-recovered"][len(sys.argv) - 1 :]]
-model, tokenizer = fwanda_pruner.load_model(name, device="cpu", dtype="float32")
+model, tokenizer = fwanda_pruner.load_model(name, dtype="float32")
 report = fwanda_pruner.prune(model, tokenizer, method="wanda", sparsity=0.6, nsamples=16, seqlen=256, guard="none")
 
 
 def windows_of(purpose: str) -> torch.Tensor:
     """[S, 256] windows of a part of `sample`: "calibration", which Wanda read, or "eval", which it did not."""
-    ids = torch.tensor(tokenizer("\n".join(load_documents("sample", purpose=purpose)))["input_ids"])
+    text = "\n".join(load_documents("sample", purpose=purpose))
+    ids = torch.tensor(tokenizer(text)["input_ids"], device=model.device)
     return ids[: len(ids) // 256 * 256].view(-1, 256)
 
 
