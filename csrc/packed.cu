@@ -3,12 +3,14 @@
 // Memory: the packed bytes are read once, by bulk copies into a buffer of each warp, which holds two chunks if they fit. A
 // cluster of blocks owns some tiles of 16 rows, and each of its blocks a range of their columns. The chunks of a block, tile after
 // tile, are divided evenly among its warps. Sums of warps, then of blocks, are added up at the end in a fixed order; so
-// the bits of a result depend on the shape and on the division, which the host chooses.
+// the bits of a result depend on the shape and on the division, which the host chooses. A block keeps its columns of x in shared
+// memory. Only these depend on the last kernel: the first chunks are copied while that one ends.
 //
-// Decoding: a lane owns 16 weights of each 32 columns: 8 columns of rows g and g + 8. Four bits at a time it loads the three
-// words in which its next four values stand, shifts them into place, and lets a byte permutation put values and zeros
-// where the bits say. The result is a fragment of the tensor cores. Before that, the words that not every lane has are
-// moved to where word k of lane l stands at 32 k + l, as the others do.
+// Decoding: a lane owns 16 weights of each 32 columns: 8 columns of rows g and g + 8. For each four columns it counts the ones
+// before their middle, loads the three words around that place, and shifts the two values before it into one register and the
+// two after it into another. Byte permutations then put values and zeros where the bits say. The result is a fragment of the
+// tensor cores. No step waits for another one. Before that, the words that not every lane has are moved to where word k of
+// lane l stands at 32 k + l, as the others do.
 #include "packed_ptx.cuh"
 
 namespace fwanda {
@@ -29,10 +31,10 @@ struct PackedLinear {
   int buffer;  // bytes of the buffer of a warp; a multiple of 128, with room for the largest chunk
 };
 
-// Shared memory: this struct, the sums, the buffers of the warps, and 512 bytes that loads may run over.
+// Shared memory: this struct, places of the order, x, the sums, the buffers of the warps, and 512 bytes that loads may run over.
 struct Shared {
-  uint2 table[16];  // entry_of(); all 16 lie in different banks
   uint64_t copied[kMaxWarps][2];  // barriers
+  uint64_t ready, unused;         // order and x have been copied
 };
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];
@@ -41,24 +43,14 @@ __device__ inline Shared& shared() { return *reinterpret_cast<Shared*>(dynamic_s
 __device__ inline uint32_t* shared_words() { return reinterpret_cast<uint32_t*>(dynamic_shared); }
 __device__ inline int warps_of_block() { return int(blockDim.x) / 32; }
 
-// What to do with the next four values v0, v1, v2, v3 of a lane, for the four bits of a row. x: selector of the bytes of columns 0
-// and 1, and above it 16 times the number of ones. y: selector of columns 2 and 3, and above it a mask of v3. A removed
-// weight takes v3, which the mask sets to 0 then.
-__device__ inline uint2 entry_of(uint32_t bits) {
-  uint32_t selector = 0, count = 0;
-  uint2 entry;
-  for (int column = 0; column < 4; column++) {
-    const bool kept = bits >> column & 1;
-    selector = selector >> 8 | (kept ? 0x1000 + 0x2200 * count : 0x7600);
-    count += kept;
-    if (column == 1) entry.x = selector;
-  }
-  entry.x |= 16 * count << 16, entry.y = selector | (count == 4 ? 0xffff0000 : 0);
-  return entry;
-}
-
-__device__ inline void make_table() {
-  if (threadIdx.x < 16) shared().table[threadIdx.x] = entry_of(threadIdx.x);
+// Selectors of the bytes of four columns, for their four bits. In the lower half those of columns 0 and 1, from the two values
+// before the middle; in the upper half those of columns 2 and 3, from the two after it. Byte 4 is 0.
+__device__ inline uint32_t selectors_of(uint32_t bits) {
+  constexpr uint32_t kZero = 0x44, kFirst = 0x10, kSecond = 0x32;
+  const bool kept[4] = {bool(bits & 1), bool(bits & 2), bool(bits & 4), bool(bits & 8)};
+  const uint32_t columns[4] = {kept[0] ? kept[1] ? kFirst : kSecond : kZero, kept[1] ? kSecond : kZero, kept[2] ? kFirst : kZero,
+                               kept[3] ? kept[2] ? kSecond : kFirst : kZero};
+  return columns[0] | columns[1] << 8 | columns[2] << 16 | columns[3] << 24;
 }
 
 // Where a lane finds its values in a chunk. Places are in words of shared memory.
@@ -76,19 +68,14 @@ struct Lane {
 #pragma unroll
     for (int p = 0; p < kChunkColumns / 64; p++) count += p < pairs ? __popc(shared_words()[chunk + 32 * p + l]) : 0;
     words = count >> 1, odd = count & 1;
-    common = int(__reduce_min_sync(~0u, unsigned(words)));
-    const int own = words - common | int(odd) << 16;
-    int sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (l >= step) sum += other;
-    }
+    const int own = words | int(odd) << 16;
+    const int sum = sum_of_lanes(own), before = sum - own;
     const int all = __shfl_sync(~0u, sum, 31) & 0xffff;
-    values = chunk + 32 * pairs;
-    further = values + 32 * common + (sum - own & 0xffff);
-    last = 2 * (values + 32 * common + all) + (sum - own >> 16);
+    common = int(__reduce_min_sync(~0u, unsigned(words)));
     rows = int(__reduce_max_sync(~0u, unsigned(words + odd)));
+    values = chunk + 32 * pairs;
+    further = values + common * (32 - l) + (before & 0xffff);
+    last = 2 * (values + all) + (before >> 16);
   }
 
   // Shared address of word 0 of lane 0.
@@ -127,36 +114,27 @@ struct Lane {
   }
 };
 
-// What all steps of a chunk need, in registers.
-struct Cursor {
-  uint32_t table, lane;  // shared address of the table
-
-  __device__ Cursor() : table(shared_address(shared().table)), lane(lane_register()) {}
-};
-
 // Weights of 32 columns: part[0..3] is a fragment of columns 8 t to 8 t + 3 of rows g and g + 8, part[4..7] of the next four.
-// next: 16 times the number of values before these, plus a quarter of the shared address of
-// the first word of lane 0, which is a multiple of 128.
+// bits: of 64 columns, of which `half` says which; next: 16 times the number of values before these 64 columns, plus a
+// quarter of the shared address of the first word of lane 0, which is a multiple of 128; table: selectors_of(lane).
 template <bool MOVED>
-__device__ inline void decode(const Lane& own, const Cursor& at, uint32_t bits, uint32_t& next, uint32_t (&part)[8]) {
+__device__ inline void decode(const Lane& own, uint32_t table, uint32_t bits, int half, uint32_t next, uint32_t (&part)[8]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // four columns of row g, four more, then those of row g + 8
-    const uint2 entry = load_two_words((j ? bits >> (4 * j - 3) : bits << 3) & 0x78 | at.table);
-    const uint32_t from = 4 * (next & ~31u | at.lane);
+    const int shift = 16 * half + 4 * j;
+    const uint32_t selectors = __shfl_sync(~0u, table, bits >> shift);  // of the lane that the lowest five bits name
+    const uint32_t middle = next + 16 * __popc(bits << (30 - shift));
     uint32_t words[3];
     if constexpr (MOVED) {
-      words[0] = load_word(from), words[1] = load_word(from + 128);
-      words[2] = load_word_if(from + 256, int(entry.y));  // only four values can reach so far
+      const uint32_t from = 4 * (middle & ~31u | lane());
+      words[0] = load_word(from - 128), words[1] = load_word(from), words[2] = load_word(from + 128);
     } else {
 #pragma unroll
-      for (int i = 0; i < 3; i++) words[i] = own.word((next - own.address() / 4) / 32 + i);
+      for (int i = 0; i < 3; i++) words[i] = own.word(int(middle - own.address() / 4) / 32 + i - 1);
     }
-    const uint32_t low = __funnelshift_r(words[0], words[1], next);
-    const uint32_t high = __funnelshift_r(words[1], words[2], next) & (entry.y | 0xffff);
     const int first = 4 * (j & 1) + (j >> 1);
-    part[first] = permute(low, high, entry.x);
-    part[first + 2] = permute(low, high, entry.y);
-    next += entry.x >> 16;
+    part[first] = permute(__funnelshift_r(words[0], words[1], middle), 0, selectors);
+    part[first + 2] = permute(__funnelshift_r(words[1], words[2], middle), 0, selectors >> 16);
   }
 }
 
@@ -186,10 +164,11 @@ struct Area {
 };
 
 // Copies the chunks of this warp to shared memory and calls use(number in the area, place of its first word, end of its room) on
-// each, in order. One warp does that. Chunks lie at the beginning and at the end of its buffer in turn, so that the next one
-// is copied meanwhile, if both fit. The buffer begins at a multiple of 128 bytes.
-template <class Use>
-__device__ inline void each_chunk(const PackedLinear& p, const Source& source, const Area& area, int buffer, Use use) {
+// each, in order; before them, but when the first copies have been started, prepare(). One warp does that. Chunks lie at
+// the beginning and at the end of its buffer in turn, so that the next one is copied meanwhile, if both fit. The buffer
+// begins at a multiple of 128 bytes.
+template <class Prepare, class Use>
+__device__ inline void each_chunk(const PackedLinear& p, const Source& source, const Area& area, int buffer, Prepare prepare, Use use) {
   uint64_t* const copied = shared().copied[warp()];
   if (lane() < 2) init_barrier(copied + lane());
   fence_copies();
@@ -213,34 +192,42 @@ __device__ inline void each_chunk(const PackedLinear& p, const Source& source, c
     return room;
   };
   auto start = [&](int n, const Room& room) {
-    if (lane() == 0) start_copy(copied + n % 2, dynamic_shared + room.place, source.data + 16ll * room.from, room.bytes);
+    if (lane() == 0) {
+      expect_bytes(copied + n % 2, room.bytes);
+      start_copy(copied + n % 2, dynamic_shared + room.place, source.data + 16ll * room.from, room.bytes);
+    }
   };
-  if (count <= 0) return;
-  Room room = find(0);
-  start(0, room);
+  Room room, next;
+  bool waits = false;
+  auto start_if_it_fits = [&](int n) {
+    if (n >= count) return;
+    next = find(n);
+    waits = room.size + next.size > p.buffer;
+    if (!waits) start(n, next);
+  };
+  if (count > 0) {
+    room = find(0);
+    start(0, room);
+    start_if_it_fits(1);
+  }
+  prepare();
 #pragma unroll 1
   for (int n = 0; n < count; n++) {
-    Room next = room;
-    bool waits = false;
-    if (n + 1 < count) {
-      next = find(n + 1);
-      waits = room.size + next.size > p.buffer;
-      if (!waits) start(n + 1, next);
-    }
     wait_copy(copied + n % 2, n / 2 & 1);
     use(first + n, room.place / 4, (room.place + room.size) / 4);
     fence_copies();
     __syncwarp();
     if (waits) start(n + 1, next);
-    room = next;
+    room = next, waits = false;
+    start_if_it_fits(n + 2);
   }
 }
 
-// What a lane reads of x: 8 columns of a token for each group of 8 tokens. For tokens that do not exist it reads other
+// What a lane reads of x: 8 columns of a token for each group of 8 tokens. For tokens that do not exist it takes other
 // values; they only enter sums that nobody stores.
 template <int GROUPS>
 struct Tokens {
-  const uint8_t* from[GROUPS];  // the next columns of this lane
+  uint32_t from[GROUPS];  // shared address of the next columns of this lane
   bool there[GROUPS];
 
   __device__ void skip(int columns) {
@@ -248,11 +235,9 @@ struct Tokens {
     for (int n = 0; n < GROUPS; n++) from[n] += 2 * columns;
   }
 
-  // Zeros beyond the last column, as they are multiplied by the zeros that the weight has there.
-  __device__ uint4 load(int n, int columns) const {
-    const bool inside = lane() % 4 * 8 < columns;
-    const uint4 x = load_if(from[n], there[n] && inside);
-    return inside ? x : make_uint4(0, 0, 0, 0);
+  __device__ void load(int offset, uint4 (&x)[GROUPS]) const {
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) x[n] = load_if(from[n] + offset, there[n]);
   }
 };
 
@@ -267,8 +252,7 @@ __device__ inline void multiply_step(const uint32_t (&part)[8], const uint4 (&x)
 
 // Multiplies a whole chunk, whose words have been moved.
 template <int GROUPS>
-__device__ inline void multiply_chunk(const Lane& own, int chunk, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
-  const Cursor at;
+__device__ inline void multiply_chunk(const Lane& own, uint32_t table, int chunk, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
   uint32_t next = own.address() / 4;
   keep_order(next);
   const uint32_t* bits_at = shared_words() + chunk + lane();
@@ -278,29 +262,34 @@ __device__ inline void multiply_chunk(const Lane& own, int chunk, Tokens<GROUPS>
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint4 x[GROUPS];
-#pragma unroll
-      for (int n = 0; n < GROUPS; n++) x[n] = load_if(tokens.from[n] + 64 * half, tokens.there[n]);
+      tokens.load(64 * half, x);
       uint32_t part[8];
-      decode<true>(own, at, bits >> 16 * half, next, part);
+      decode<true>(own, table, bits, half, next, part);
       multiply_step(part, x, sums);
     }
+    next += 16 * __popc(bits);
   }
 }
 
 // The same for a chunk of fewer columns, or whose words have not been moved.
 template <int GROUPS>
-__device__ inline void multiply_part(const Lane& own, int chunk, int columns, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
-  const Cursor at;
+__device__ inline void multiply_part(const Lane& own, uint32_t table, int chunk, int columns, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
   uint32_t next = own.address() / 4;
 #pragma unroll 1
-  for (int column = 0; column < columns; column += 32, tokens.skip(32)) {
-    const uint32_t bits = shared_words()[chunk + column / 64 * 32 + lane()] >> column % 64 / 2;
-    uint4 x[GROUPS];
+  for (int column = 0; column < columns; column += 64, tokens.skip(64)) {
+    const uint32_t bits = shared_words()[chunk + column / 2 + lane()];
 #pragma unroll
-    for (int n = 0; n < GROUPS; n++) x[n] = tokens.load(n, columns - column);
-    uint32_t part[8];
-    decode<false>(own, at, bits, next, part);
-    multiply_step(part, x, sums);
+    for (int half = 0; half < 2; half++) {
+      uint4 x[GROUPS];
+      tokens.load(64 * half, x);
+      if (column + 32 * half + lane() % 4 * 8 >= columns)  // the weight has zeros there
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) x[n] = make_uint4(0, 0, 0, 0);
+      uint32_t part[8];
+      decode<false>(own, table, bits, half, next, part);
+      multiply_step(part, x, sums);
+    }
+    next += 16 * __popc(bits);
   }
 }
 
@@ -308,31 +297,64 @@ __device__ inline void multiply_part(const Lane& own, int chunk, int columns, To
 template <int GROUPS>
 using Sums = float[kTileRows][kTokens * GROUPS];
 
+// Copies of a block, in shared memory.
+struct Copies {
+  int order, x, stride, end;  // places in bytes; stride: of tokens, which begin in other banks in turn
+
+  __device__ Copies(const PackedLinear& p, int chunks) {  // chunks: of the widest block
+    order = int(sizeof(Shared)), x = order + 4 * kTileRows * p.tiles;
+    stride = 2 * kChunkColumns * chunks + 64, end = x + p.tokens * stride;
+  }
+
+  // By one warp.
+  __device__ void start(const PackedLinear& p, const Source& source, const Area& area) const {
+    const int from = area.column * kChunkColumns, columns = min(area.columns * kChunkColumns, p.columns - from);
+    const int places = 4 * kTileRows * area.tiles;
+    if (lane() == 0) {
+      expect_bytes(&shared().ready, places + 2 * columns * p.tokens);
+      start_copy(&shared().ready, dynamic_shared + order, source.order + kTileRows * area.tile, places);
+    }
+    __syncwarp();
+    if (lane() < p.tokens)
+      start_copy(&shared().ready, dynamic_shared + x + stride * lane(), p.x + 2 * (1ll * lane() * p.columns + from), 2 * columns);
+  }
+};
+
 // The chunks of this warp. Sums of a tile whose first chunk it has go to sums[tile of the area]; of another, to sums[tiles + warp].
 template <int GROUPS>
-__device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, Sums<GROUPS>* all, int buffer) {
+__device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, const Copies& copies,
+                                     Sums<GROUPS>* all, int buffer) {
   const int g = lane() / 4, t = lane() % 4;
+  const uint32_t table = selectors_of(lane());
   float sums[GROUPS][4] = {};
   Tokens<GROUPS> tokens;
 #pragma unroll
   for (int n = 0; n < GROUPS; n++) {
-    tokens.from[n] = p.x + 2ll * (kTokens * n + g) * p.columns + 16 * t;
+    tokens.from[n] = shared_address(dynamic_shared + copies.x) + copies.stride * (kTokens * n + g) + 16 * t;
     tokens.there[n] = kTokens * n + g < p.tokens;
   }
   const int first = area.first_of(warp()), last = area.first_of(warp() + 1);
   int tile = first / area.columns, column = first % area.columns;
   int slot = column ? area.tiles + warp() : tile;
-  for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
-  __syncwarp();
-  each_chunk(p, source, area, buffer, [&](int i, int chunk, int end) {
-    const int start = (area.column + column) * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
+  auto prepare = [&] {
+    for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
+    if (threadIdx.x == 0) init_barrier(&shared().ready);
+    fence_copies();
+    __syncthreads();
+    wait_for_last_kernel();
+    if (warp() == 0) copies.start(p, source, area);
+  };
+  each_chunk(p, source, area, buffer, prepare, [&](int i, int chunk, int end) {
+    const int start = column * kChunkColumns, columns = min(kChunkColumns, p.columns - area.column * kChunkColumns - start);
     const Lane own(chunk, (columns + 63) / 64);
+    const bool moved = columns == kChunkColumns && own.move(end);
+    if (i == first) wait_copy(&shared().ready, 0);
     Tokens<GROUPS> here = tokens;
     here.skip(start);
-    if (columns == kChunkColumns && own.move(end)) {
-      multiply_chunk<GROUPS>(own, chunk, here, sums);
+    if (moved) {
+      multiply_chunk<GROUPS>(own, table, chunk, here, sums);
     } else {
-      multiply_part<GROUPS>(own, chunk, columns, here, sums);
+      multiply_part<GROUPS>(own, table, chunk, columns, here, sums);
     }
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) keep_order(sums[n][0]);
@@ -352,19 +374,17 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
 // GROUPS: groups of 8 tokens.
 template <int GROUPS>
 __device__ inline void linear(const PackedLinear& p) {
-  make_table();
-  __syncthreads();
   let_next_kernel_start();
-  wait_for_last_kernel();
   const Source source(p);
   const int rank = block_in_cluster(), blocks = blocks_of_cluster(), tile = int(blockIdx.x) / blocks * p.tiles;
   Area area;
   area.tile = tile, area.tiles = min(p.tiles, source.tiles - tile);
   area.column = rank * source.chunks_of_tile / blocks;
   area.columns = (rank + 1) * source.chunks_of_tile / blocks - area.column;
-  auto* const sums = reinterpret_cast<Sums<GROUPS>*>(dynamic_shared + sizeof(Shared));
-  const int buffers = int(sizeof(Shared) + sizeof(Sums<GROUPS>) * (p.tiles + warps_of_block()) + 127) & ~127;
-  multiply_area<GROUPS>(p, source, area, sums, buffers + warp() * p.buffer);
+  const Copies copies(p, (source.chunks_of_tile + blocks - 1) / blocks);
+  auto* const sums = reinterpret_cast<Sums<GROUPS>*>(dynamic_shared + copies.end);
+  const int buffers = int(copies.end + sizeof(Sums<GROUPS>) * (p.tiles + warps_of_block()) + 127) & ~127;
+  multiply_area<GROUPS>(p, source, area, copies, sums, buffers + warp() * p.buffer);
   __syncthreads();
   for (int tile = warp(); tile < area.tiles; tile += warps_of_block()) {
     const int first = area.warp_of(tile * area.columns), last = area.warp_of((tile + 1) * area.columns - 1);
@@ -374,10 +394,15 @@ __device__ inline void linear(const PackedLinear& p) {
       (&sums[tile][0][0])[i] = sum;
     }
   }
-  sync_cluster();
+  if (blocks > 1) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
+  wait_copy(&shared().ready, 0);
   const int places = area.tiles * kTileRows;
   for (int i = rank * blockDim.x + threadIdx.x; i < places * p.tokens; i += blocks * blockDim.x) {
-    const int place = i % places, token = i / places, row = source.order[tile * kTileRows + place];
+    const int place = i % places, token = i / places, row = reinterpret_cast<const int32_t*>(dynamic_shared + copies.order)[place];
     if (row < 0) continue;
     const float* const at = &sums[place / kTileRows][place % kTileRows][token];
     float sum = 0;
@@ -385,7 +410,7 @@ __device__ inline void linear(const PackedLinear& p) {
     if (p.bias) sum += WEIGHT::decode(reinterpret_cast<const uint16_t*>(p.bias)[row]);
     reinterpret_cast<uint16_t*>(p.out)[1ll * token * p.rows + row] = rounded<WEIGHT>(sum);
   }
-  sync_cluster();  // no block ends while another reads its sums
+  if (blocks > 1) sync_cluster();  // no block ends while another reads its sums
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_8(PackedLinear p) { linear<1>(p); }
@@ -393,25 +418,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_16(Packed
 
 template <bool MOVED>
 __device__ inline void write_chunk(const Lane& own, int chunk, int columns, uint8_t* const (&to)[2]) {
-  const Cursor at;
+  const uint32_t table = selectors_of(lane());
   uint32_t next = own.address() / 4;
   keep_order(next);
 #pragma unroll 1
-  for (int column = 0; column < columns; column += 32) {
-    const uint32_t bits = shared_words()[chunk + column / 64 * 32 + lane()] >> column % 64 / 2;
-    uint32_t part[8];
-    decode<MOVED>(own, at, bits, next, part);
+  for (int column = 0; column < columns; column += 64) {
+    const uint32_t bits = shared_words()[chunk + column / 2 + lane()];
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      if (to[r] && column + lane() % 4 * 8 < columns)
-        *reinterpret_cast<uint4*>(to[r] + 2 * column) = make_uint4(part[r], part[2 + r], part[4 + r], part[6 + r]);
+    for (int half = 0; half < 2; half++) {
+      const int mine = column + 32 * half;
+      uint32_t part[8];
+      decode<MOVED>(own, table, bits, half, next, part);
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        if (to[r] && mine + lane() % 4 * 8 < columns)
+          *reinterpret_cast<uint4*>(to[r] + 2 * mine) = make_uint4(part[r], part[2 + r], part[4 + r], part[6 + r]);
+    }
+    next += 16 * __popc(bits);
   }
 }
 
 // A block unpacks a tile; each lane writes 8 columns of two rows at a time.
 extern "C" __global__ void __launch_bounds__(256, 2) unpack(PackedLinear p) {
-  make_table();
-  __syncthreads();
   const Source source(p);
   const Area area = {int(blockIdx.x), 1, 0, source.chunks_of_tile};
   uint8_t* rows[2];
@@ -421,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) unpack(PackedLinear p) {
     rows[r] = row < 0 ? nullptr : p.out + 2ll * row * p.columns + lane() % 4 * 16;
   }
   const int buffers = int(sizeof(Shared) + 127) & ~127;
-  each_chunk(p, source, area, buffers + warp() * p.buffer, [&](int i, int chunk, int end) {
+  each_chunk(p, source, area, buffers + warp() * p.buffer, [] {}, [&](int i, int chunk, int end) {
     const int start = i * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
     const Lane own(chunk, (columns + 63) / 64);
     uint8_t* const to[2] = {rows[0] ? rows[0] + 2 * start : nullptr, rows[1] ? rows[1] + 2 * start : nullptr};

@@ -7,13 +7,6 @@ namespace fwanda {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// The lane, from where the compiler does not compute it again and again.
-__device__ inline uint32_t lane_register() {
-  uint32_t lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-
 // Bytes of a and b that the four lowest nibbles of the selector name.
 __device__ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t out;
@@ -28,25 +21,20 @@ __device__ inline uint32_t load_word(uint32_t address) {
   return word;
 }
 
-__device__ inline uint2 load_two_words(uint32_t address) {
-  uint2 words;
-  asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address));
-  return words;
-}
-
-// The same if the sign is negative; else anything.
-__device__ inline uint32_t load_word_if(uint32_t address, int sign) {
-  uint32_t word;
-  asm("{ .reg .pred p; setp.lt.s32 p, %2, 0; @p ld.shared.u32 %0, [%1]; }" : "=r"(word) : "r"(address), "r"(sign));
-  return word;
-}
-
-// 16 bytes of global memory if there is need; else anything.
-__device__ inline uint4 load_if(const uint8_t* from, bool needed) {
+// 16 bytes if there is need; else anything.
+__device__ inline uint4 load_if(uint32_t address, bool needed) {
   uint4 x;
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from), "r"(uint32_t(needed)));
+  asm("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+      : "r"(address), "r"(uint32_t(needed)));
+  return x;
+}
+
+// x of this lane and of all before it.
+__device__ inline int sum_of_lanes(int x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)
+    asm volatile("{ .reg .pred p; .reg .b32 y; shfl.sync.up.b32 y|p, %0, %1, 0, -1; @p add.s32 %0, %0, y; }" : "+r"(x) : "r"(step));
   return x;
 }
 
@@ -61,11 +49,14 @@ __device__ inline void init_barrier(uint64_t* barrier) {
 // Orders the reads and writes of this thread in shared memory before bulk copies that start later.
 __device__ inline void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The barrier opens when so many bytes have been copied.
+__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
 __device__ inline void start_copy(uint64_t* barrier, void* to, const void* from, uint32_t bytes) {
-  const uint32_t place = shared_address(barrier);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(place), "r"(bytes) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes), "r"(place)
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
 

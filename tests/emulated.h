@@ -85,7 +85,8 @@ inline void deliver(Block& block) {
     Copy& copy = block.copies[i];
     if (copy.delay-- > 0) { i++; continue; }
     memcpy(copy.to, copy.from, copy.bytes);
-    ++*copy.barrier;
+    *copy.barrier -= (unsigned long)copy.bytes << 32;
+    if (*copy.barrier >> 32 == 0) ++*copy.barrier;
     block.copies.erase(block.copies.begin() + i);
   }
 }
@@ -143,11 +144,7 @@ inline uint3 size_of_block() { return {block_size}; }
 
 inline void __syncwarp() { emulated::meet_warp(); }
 inline void __syncthreads() { emulated::meet(emulated::now->block->all, 0, {}); }
-inline int __shfl_sync(unsigned, int x, int from) { return int(emulated::meet_warp(unsigned(x))[from].of[0]); }
-inline int __shfl_up_sync(unsigned, int x, int step) {
-  const int lane = int(emulated::now->index % 32);
-  return int(emulated::meet_warp(unsigned(x))[lane < step ? lane : lane - step].of[0]);
-}
+inline int __shfl_sync(unsigned, int x, int from) { return int(emulated::meet_warp(unsigned(x))[from & 31].of[0]); }
 inline unsigned __reduce_min_sync(unsigned, unsigned x) {
   const auto* all = emulated::meet_warp(x);
   for (int i = 0; i < 32; i++) x = min(x, all[i].of[0]);
@@ -167,8 +164,6 @@ inline uint32_t shared_address(const void* p) {
   return uint32_t(static_cast<const unsigned char*>(p) - dynamic_shared) + emulated::kBase;
 }
 
-inline uint32_t lane_register() { return uint32_t(lane()); }
-
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t out = 0;
@@ -187,21 +182,25 @@ inline uint32_t load_word(uint32_t address) {
   return word;
 }
 
-inline uint2 load_two_words(uint32_t address) {
-  if (address % 8) emulated::fail("an address that is not aligned");
-  return {load_word(address), load_word(address + 4)};
+inline uint4 load_if(uint32_t address, bool needed) {
+  if (!needed) return {~0u, ~0u, ~0u, ~0u};
+  if (address % 16) emulated::fail("an address that is not aligned");
+  return {load_word(address), load_word(address + 4), load_word(address + 8), load_word(address + 12)};
 }
 
-inline uint32_t load_word_if(uint32_t address, int sign) { return sign < 0 ? load_word(address) : 0xa5a5a5a5; }
-inline uint4 load_if(const uint8_t* from, bool needed) {
-  uint4 x = {~0u, ~0u, ~0u, ~0u};
-  if (needed) memcpy(&x, from, 16);
+inline int sum_of_lanes(int x) {
+  const auto* all = emulated::meet_warp(unsigned(x));
+  for (int i = 0; i < lane(); i++) x += int(all[i].of[0]);
   return x;
 }
+
 inline void keep_order(uint32_t&) {}
 inline void keep_order(float&) {}
 inline void fence_copies() {}
 inline void init_barrier(uint64_t* barrier) { *barrier = 0; }
+
+// A barrier: how often it has opened; in its upper half the bytes that are missing.
+inline void expect_bytes(uint64_t* barrier, uint32_t bytes) { *barrier += uint64_t(bytes) << 32; }
 
 inline void start_copy(uint64_t* barrier, void* to, const void* from, uint32_t bytes) {
   auto* const target = static_cast<unsigned char*>(to);
@@ -213,7 +212,7 @@ inline void start_copy(uint64_t* barrier, void* to, const void* from, uint32_t b
 }
 
 inline void wait_copy(uint64_t* barrier, uint32_t parity) {
-  while ((*barrier & 1) == parity) emulated::yield();  // *barrier: how many copies have arrived
+  while ((*barrier & 1) == parity) emulated::yield();
 }
 
 inline void wait_for_last_kernel() {}

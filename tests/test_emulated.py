@@ -98,14 +98,14 @@ def test_products_are_near_fp64(run, packed, kind, tokens):
 @pytest.mark.parametrize("tiles", [1, 2, 5])
 def test_products_do_not_depend_on_how_they_are_divided(run, packed, tiles, cluster, warps):
     """More and fewer warps than chunks; tiles that several warps share, and the reverse; a smaller last cluster."""
-    check_product(run, packed, make_mask("rows differ", 70, 2056), 3, packed.fit(tiles, cluster, 3, SHARED, warps))
+    check_product(run, packed, make_mask("rows differ", 70, 2056), 3, packed.fit(tiles, cluster, 2056, 3, SHARED, warps))
 
 
 @pytest.mark.parametrize("kind", ["half", "all", "blocks"])
 def test_products_are_right_with_the_smallest_buffers(run, packed, kind):
-    division = packed.fit(2, 1, 8, 21_000, 2)
+    division = packed.fit(2, 1, 5000, 2, 42_000, 2)
     assert division.buffer < 1.5 * packed.LARGEST_CHUNK
-    check_product(run, packed, make_mask(kind, 40, 5000), 8, division)
+    check_product(run, packed, make_mask(kind, 40, 5000), 5, division)
 
 
 def test_a_weight_of_nan_and_inf_is_multiplied_as_it_is(run, packed):

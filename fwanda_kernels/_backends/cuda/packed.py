@@ -19,12 +19,12 @@ about = partial(_about, "packed")
 PACKED = Layout("PackedLinear", "P packed, P x, P bias, P out, i rows, i columns, i tokens, i tiles, i buffer")
 TILE_ROWS, CHUNK_COLUMNS = 16, 256
 WARPS, UNPACK_WARPS = 16, 8  # of a block
-HEAD_BYTES = 640  # the struct Shared of the .cu file
+HEAD_BYTES = 528  # the struct Shared of the .cu file
 OVERRUN = 512  # bytes that loads may read past the last buffer
 LARGEST_CHUNK = 512 + 2 * TILE_ROWS * CHUNK_COLUMNS
 TOKENS = 8  # that share one launch of tensor-core instructions
 MAX_TOKENS, MAX_CLUSTER, MAX_TILES = 16, 8, 64
-MAX_COLUMNS = 1 << 20  # so that products of counts fit in 32 bits
+MAX_COLUMNS = 1 << 18  # so that one token of a cluster fits in shared memory
 CLUSTER_COST = 3  # in chunks: what the sums cost when the blocks of a cluster double
 
 
@@ -32,6 +32,7 @@ class Division(NamedTuple):
     """How a product is divided.
 
     Attributes:
+        tokens: of one launch.
         tiles: of 16 rows that a cluster owns; each of its blocks has a range of their columns.
         cluster: blocks of a cluster.
         warps: of a block.
@@ -39,6 +40,7 @@ class Division(NamedTuple):
         shared: bytes of dynamic shared memory of a block.
     """
 
+    tokens: int
     tiles: int
     cluster: int
     warps: int
@@ -77,28 +79,34 @@ def plan_unpack(packed: Tensor, rows: int, columns: int, out: Tensor) -> list[La
 
 
 def plan_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, division: Division) -> list[Launch]:
-    """One launch that writes out [T, R], T at most 16."""
-    (tokens, columns), rows = x.shape, out.shape[1]
-    argument = PACKED.pack(
-        packed.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        rows, columns, tokens, division.tiles, division.buffer,
-    )  # fmt: skip
-    kernel = "packed_linear_8" if tokens <= TOKENS else "packed_linear_16"
+    """Launches that write out [T, R], T at most 16; there is one if shared memory has room for all tokens."""
+    columns, rows = x.shape[1], out.shape[1]
     blocks = -(-rows // (TILE_ROWS * division.tiles)) * division.cluster
-    threads, shared, size = 32 * division.warps, division.shared, division.cluster
-    return [Launch(_module(x.dtype), kernel, blocks, threads, (argument,), shared, early=True, cluster=size)]
+    launches = []
+    for part, result in zip(x.split(division.tokens), out.split(division.tokens), strict=True):
+        argument = PACKED.pack(
+            packed.data_ptr(), part.data_ptr(), 0 if bias is None else bias.data_ptr(), result.data_ptr(),
+            rows, columns, len(part), division.tiles, division.buffer,
+        )  # fmt: skip
+        kernel = "packed_linear_8" if len(part) <= TOKENS else "packed_linear_16"
+        threads, shared, size = 32 * division.warps, division.shared, division.cluster
+        launches.append(
+            Launch(_module(x.dtype), kernel, blocks, threads, (argument,), shared, early=True, cluster=size)
+        )
+    return launches
 
 
 @cache
 def divide(rows: int, columns: int, tokens: int, processors: int, shared: int) -> Division:
-    """The division whose busiest multiprocessor has the fewest chunks.
+    """The division whose busiest multiprocessor has the least work.
 
     Args:
+        tokens: at most 16.
         processors: multiprocessors of the card; each runs one block at a time.
         shared: bytes of shared memory that a block may have.
     """
     tiles, chunks = -(-rows // TILE_ROWS), -(-columns // CHUNK_COLUMNS)
-    least, best = None, (1, 1)
+    least, best = None, None
     for doublings in range(MAX_CLUSTER.bit_length()):
         size = 1 << doublings
         if size > chunks:
@@ -107,24 +115,33 @@ def divide(rows: int, columns: int, tokens: int, processors: int, shared: int) -
         clusters = max(1, processors // size if size < 4 else processors // 16 * (16 // size))
         own = min(MAX_TILES, -(-tiles // clusters))
         waves = -(-tiles // (own * clusters))
-        cost = waves * own * -(-chunks // size) + CLUSTER_COST * doublings
-        if least is None or cost < least:
-            least, best = cost, (own, size)
-    return fit(*best, tokens, shared)
+        # the more of shared memory x takes, the fewer bytes of the weight are on their way
+        work = waves * own * -(-chunks // size) * (1 + _x_bytes(columns, size, tokens) / shared)
+        division = fit(own, size, columns, tokens, shared)
+        cost = work + CLUSTER_COST * doublings
+        if division and (least is None or cost < least):
+            least, best = cost, division
+    return best or divide(rows, columns, -(-tokens // 2), processors, shared)
 
 
-def fit(tiles: int, cluster: int, tokens: int, shared: int, warps: int = WARPS) -> Division:
-    """A division with as many warps and as large buffers as shared memory holds."""
-    sums = 4 * TILE_ROWS * TOKENS * -(-tokens // TOKENS)  # bytes for a tile, or for a warp
-    while warps > 1 and _buffer(tiles, warps, sums, shared) < LARGEST_CHUNK:
+def fit(tiles: int, cluster: int, columns: int, tokens: int, shared: int, warps: int = WARPS) -> Division | None:
+    """A division with as many warps and as large buffers as shared memory holds; None if it holds not even one."""
+
+    def buffer() -> int:
+        sums = 4 * TILE_ROWS * TOKENS * -(-tokens // TOKENS)  # bytes for a tile, or for a warp
+        taken = HEAD_BYTES + 4 * TILE_ROWS * tiles + _x_bytes(columns, cluster, tokens) + sums * (tiles + warps)
+        return (shared - taken - 128 - OVERRUN) // warps // 128 * 128
+
+    while warps > 1 and buffer() < LARGEST_CHUNK:
         warps -= 1
-    while tiles > 1 and _buffer(tiles, warps, sums, shared) < LARGEST_CHUNK:
+    while tiles > 1 and buffer() < LARGEST_CHUNK:
         tiles -= 1
-    return Division(tiles, cluster, warps, _buffer(tiles, warps, sums, shared), shared)
+    return Division(tokens, tiles, cluster, warps, buffer(), shared) if buffer() >= LARGEST_CHUNK else None
 
 
-def _buffer(tiles: int, warps: int, sums: int, shared: int) -> int:
-    return (shared - HEAD_BYTES - sums * (tiles + warps) - 128 - OVERRUN) // warps // 128 * 128
+def _x_bytes(columns: int, cluster: int, tokens: int) -> int:
+    """What the columns of a block take in shared memory; tokens begin at other banks in turn."""
+    return tokens * (2 * CHUNK_COLUMNS * -(-columns // (CHUNK_COLUMNS * cluster)) + 64)
 
 
 def _serves(packed: Tensor, columns: int, dtype: torch.dtype) -> bool:
