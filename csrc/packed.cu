@@ -92,17 +92,21 @@ struct Lane {
   }
 
   // Move the further words, and the last value, so that word w of lane l stands at values + 32 w + l; rows are filled up with
-  // anything. The room of the chunk ends at `end`. Returns false, and moves nothing, if it is too small.
-  __device__ bool move(int end) const {
+  // anything. The room of the chunk ends at `end`. Returns the end of what is used now; or moves nothing and returns 0 if the
+  // room is too small.
+  __device__ int move(int end) const {
     constexpr int kGroup = 4;
-    const int tail = rows - common;
-    if (tail > kTail || values + 32 * (common + (tail + kGroup - 1) / kGroup * kGroup) > end) return false;
+    const int tail = rows - common, used = values + 32 * (common + (tail + kGroup - 1) / kGroup * kGroup);
+    if (tail > kTail || used > end) return 0;
     uint32_t moved[kTail];
-    const uint32_t value = last_value();
+    const uint32_t value = last_value(), mine = ~(~0u << (words - common));
     uint32_t* const to = shared_words() + values + 32 * common + lane();
 #pragma unroll
-    for (int k = 0; k < kTail; k++)
-      if (k < words - common) moved[k] = shared_words()[further + k];  // fewer lanes, fewer conflicts of banks
+    for (int i = 0; i < kTail; i += kGroup)
+      if (i < tail)
+#pragma unroll
+        for (int k = i; k < i + kGroup; k++)
+          if (mine >> k & 1) moved[k] = shared_words()[further + k];  // fewer lanes, fewer conflicts of banks
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kTail; i += kGroup)
@@ -110,23 +114,30 @@ struct Lane {
 #pragma unroll
         for (int k = i; k < i + kGroup; k++) to[32 * k] = moved[k];
     if (odd) to[32 * (words - common)] = value;
-    return true;
+    return used;
   }
+};
+
+// What all steps need, in registers.
+struct Cursor {
+  uint32_t lane, selectors;  // selectors_of(lane)
+
+  __device__ Cursor() : lane(lane_register()), selectors(selectors_of(lane)) {}
 };
 
 // Weights of 32 columns: part[0..3] is a fragment of columns 8 t to 8 t + 3 of rows g and g + 8, part[4..7] of the next four.
 // bits: of 64 columns, of which `half` says which; next: 16 times the number of values before these 64 columns, plus a
-// quarter of the shared address of the first word of lane 0, which is a multiple of 128; table: selectors_of(lane).
+// quarter of the shared address of the first word of lane 0, which is a multiple of 128.
 template <bool MOVED>
-__device__ inline void decode(const Lane& own, uint32_t table, uint32_t bits, int half, uint32_t next, uint32_t (&part)[8]) {
+__device__ inline void decode(const Lane& own, const Cursor& at, uint32_t bits, int half, uint32_t next, uint32_t (&part)[8]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // four columns of row g, four more, then those of row g + 8
     const int shift = 16 * half + 4 * j;
-    const uint32_t selectors = __shfl_sync(~0u, table, bits >> shift);  // of the lane that the lowest five bits name
+    const uint32_t selectors = __shfl_sync(~0u, at.selectors, bits >> shift);  // of the lane that the lowest five bits name
     const uint32_t middle = next + 16 * __popc(bits << (30 - shift));
     uint32_t words[3];
     if constexpr (MOVED) {
-      const uint32_t from = 4 * (middle & ~31u | lane());
+      const uint32_t from = 4 * (middle & ~31u | at.lane);
       words[0] = load_word(from - 128), words[1] = load_word(from), words[2] = load_word(from + 128);
     } else {
 #pragma unroll
@@ -163,10 +174,10 @@ struct Area {
   __device__ int warp_of(int chunk) const { return ((chunk + 1) * warps_of_block() - 1) / (tiles * columns); }
 };
 
-// Copies the chunks of this warp to shared memory and calls use(number in the area, place of its first word, end of its room) on
-// each, in order; before them, but when the first copies have been started, prepare(). One warp does that. Chunks lie at
-// the beginning and at the end of its buffer in turn, so that the next one is copied meanwhile, if both fit. The buffer
-// begins at a multiple of 128 bytes.
+// Copies the chunks of this warp to shared memory and calls on each, in order, use(number in the area, place of its first word,
+// end of its room, proceed). use() calls proceed(end of what is used of the room) as soon as it knows that, then the next
+// copy starts if there is room for both. When the first copies have been started, prepare() is called. One warp does all that.
+// Chunks lie at the beginning and at the end of its buffer in turn. The buffer begins at a multiple of 128 bytes.
 template <class Prepare, class Use>
 __device__ inline void each_chunk(const PackedLinear& p, const Source& source, const Area& area, int buffer, Prepare prepare, Use use) {
   uint64_t* const copied = shared().copied[warp()];
@@ -198,28 +209,32 @@ __device__ inline void each_chunk(const PackedLinear& p, const Source& source, c
     }
   };
   Room room, next;
-  bool waits = false;
-  auto start_if_it_fits = [&](int n) {
-    if (n >= count) return;
-    next = find(n);
-    waits = room.size + next.size > p.buffer;
-    if (!waits) start(n, next);
-  };
+  int started = 0;
   if (count > 0) {
     room = find(0);
     start(0, room);
-    start_if_it_fits(1);
+    started = 1;
+    if (count > 1) {
+      next = find(1);
+      if (room.size + next.size <= p.buffer) start(1, next), started = 2;
+    }
   }
   prepare();
 #pragma unroll 1
   for (int n = 0; n < count; n++) {
+    auto proceed = [&](int end) {
+      if (started > n + 1 || n + 1 == count) return;
+      if (n) next = find(n + 1);
+      // a chunk at the beginning needs no room to grow in before this one, at the end, is done
+      const int taken = n % 2 ? room.size + next.bytes : 4 * end - room.place + next.size;
+      if (taken <= p.buffer) start(n + 1, next), started = n + 2;
+    };
     wait_copy(copied + n % 2, n / 2 & 1);
-    use(first + n, room.place / 4, (room.place + room.size) / 4);
+    use(first + n, room.place / 4, (room.place + room.size) / 4, proceed);
     fence_copies();
     __syncwarp();
-    if (waits) start(n + 1, next);
-    room = next, waits = false;
-    start_if_it_fits(n + 2);
+    if (started == n + 1 && n + 1 < count) start(n + 1, next), started = n + 2;
+    room = next;
   }
 }
 
@@ -252,7 +267,7 @@ __device__ inline void multiply_step(const uint32_t (&part)[8], const uint4 (&x)
 
 // Multiplies a whole chunk, whose words have been moved.
 template <int GROUPS>
-__device__ inline void multiply_chunk(const Lane& own, uint32_t table, int chunk, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
+__device__ inline void multiply_chunk(const Lane& own, const Cursor& at, int chunk, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
   uint32_t next = own.address() / 4;
   keep_order(next);
   const uint32_t* bits_at = shared_words() + chunk + lane();
@@ -264,7 +279,7 @@ __device__ inline void multiply_chunk(const Lane& own, uint32_t table, int chunk
       uint4 x[GROUPS];
       tokens.load(64 * half, x);
       uint32_t part[8];
-      decode<true>(own, table, bits, half, next, part);
+      decode<true>(own, at, bits, half, next, part);
       multiply_step(part, x, sums);
     }
     next += 16 * __popc(bits);
@@ -273,7 +288,7 @@ __device__ inline void multiply_chunk(const Lane& own, uint32_t table, int chunk
 
 // The same for a chunk of fewer columns, or whose words have not been moved.
 template <int GROUPS>
-__device__ inline void multiply_part(const Lane& own, uint32_t table, int chunk, int columns, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
+__device__ inline void multiply_part(const Lane& own, const Cursor& at, int chunk, int columns, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
   uint32_t next = own.address() / 4;
 #pragma unroll 1
   for (int column = 0; column < columns; column += 64, tokens.skip(64)) {
@@ -286,7 +301,7 @@ __device__ inline void multiply_part(const Lane& own, uint32_t table, int chunk,
 #pragma unroll
         for (int n = 0; n < GROUPS; n++) x[n] = make_uint4(0, 0, 0, 0);
       uint32_t part[8];
-      decode<false>(own, table, bits, half, next, part);
+      decode<false>(own, at, bits, half, next, part);
       multiply_step(part, x, sums);
     }
     next += 16 * __popc(bits);
@@ -325,7 +340,7 @@ template <int GROUPS>
 __device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, const Copies& copies,
                                      Sums<GROUPS>* all, int buffer) {
   const int g = lane() / 4, t = lane() % 4;
-  const uint32_t table = selectors_of(lane());
+  const Cursor at;
   float sums[GROUPS][4] = {};
   Tokens<GROUPS> tokens;
 #pragma unroll
@@ -344,17 +359,18 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     wait_for_last_kernel();
     if (warp() == 0) copies.start(p, source, area);
   };
-  each_chunk(p, source, area, buffer, prepare, [&](int i, int chunk, int end) {
+  each_chunk(p, source, area, buffer, prepare, [&](int i, int chunk, int end, auto proceed) {
     const int start = column * kChunkColumns, columns = min(kChunkColumns, p.columns - area.column * kChunkColumns - start);
     const Lane own(chunk, (columns + 63) / 64);
-    const bool moved = columns == kChunkColumns && own.move(end);
+    const int used = columns == kChunkColumns ? own.move(end) : 0;
+    proceed(used ? used : end);
     if (i == first) wait_copy(&shared().ready, 0);
     Tokens<GROUPS> here = tokens;
     here.skip(start);
-    if (moved) {
-      multiply_chunk<GROUPS>(own, table, chunk, here, sums);
+    if (used) {
+      multiply_chunk<GROUPS>(own, at, chunk, here, sums);
     } else {
-      multiply_part<GROUPS>(own, table, chunk, columns, here, sums);
+      multiply_part<GROUPS>(own, at, chunk, columns, here, sums);
     }
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) keep_order(sums[n][0]);
@@ -386,31 +402,35 @@ __device__ inline void linear(const PackedLinear& p) {
   const int buffers = int(copies.end + sizeof(Sums<GROUPS>) * (p.tiles + warps_of_block()) + 127) & ~127;
   multiply_area<GROUPS>(p, source, area, copies, sums, buffers + warp() * p.buffer);
   __syncthreads();
-  for (int tile = warp(); tile < area.tiles; tile += warps_of_block()) {
-    const int first = area.warp_of(tile * area.columns), last = area.warp_of((tile + 1) * area.columns - 1);
-    for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) {
-      float sum = (&sums[tile][0][0])[i];
-      for (int w = first + 1; w <= last; w++) sum += (&sums[area.tiles + w][0][0])[i];
-      (&sums[tile][0][0])[i] = sum;
-    }
-  }
-  if (blocks > 1) {
-    sync_cluster();
-  } else {
-    __syncthreads();
-  }
   wait_copy(&shared().ready, 0);
   const int places = area.tiles * kTileRows;
-  for (int i = rank * blockDim.x + threadIdx.x; i < places * p.tokens; i += blocks * blockDim.x) {
-    const int place = i % places, token = i / places, row = reinterpret_cast<const int32_t*>(dynamic_shared + copies.order)[place];
-    if (row < 0) continue;
-    const float* const at = &sums[place / kTileRows][place % kTileRows][token];
-    float sum = 0;
-    for (int k = 0; k < blocks; k++) sum += load_cluster(at, k);
+  auto at = [&](int place, int token) { return &sums[place / kTileRows][place % kTileRows][token]; };
+  auto store = [&](int place, int token, float sum) {
+    const int row = reinterpret_cast<const int32_t*>(dynamic_shared + copies.order)[place];
+    if (row < 0) return;
     if (p.bias) sum += WEIGHT::decode(reinterpret_cast<const uint16_t*>(p.bias)[row]);
     reinterpret_cast<uint16_t*>(p.out)[1ll * token * p.rows + row] = rounded<WEIGHT>(sum);
+  };
+  for (int i = threadIdx.x; i < places * p.tokens; i += blockDim.x) {
+    const int place = i % places, token = i / places, tile = place / kTileRows;
+    const int first = area.warp_of(tile * area.columns), last = area.warp_of((tile + 1) * area.columns - 1);
+    float sum = *at(place, token);
+    for (int w = first + 1; w <= last; w++) sum += sums[area.tiles + w][place % kTileRows][token];
+    if (blocks > 1) {
+      *at(place, token) = sum;
+    } else {
+      store(place, token, sum);
+    }
   }
-  if (blocks > 1) sync_cluster();  // no block ends while another reads its sums
+  if (blocks == 1) return;
+  sync_cluster();
+  for (int i = rank * blockDim.x + threadIdx.x; i < places * p.tokens; i += blocks * blockDim.x) {
+    const int place = i % places, token = i / places;
+    float sum = 0;
+    for (int k = 0; k < blocks; k++) sum += load_cluster(at(place, token), k);
+    store(place, token, sum);
+  }
+  sync_cluster();  // no block ends while another reads its sums
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_8(PackedLinear p) { linear<1>(p); }
@@ -418,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_16(Packed
 
 template <bool MOVED>
 __device__ inline void write_chunk(const Lane& own, int chunk, int columns, uint8_t* const (&to)[2]) {
-  const uint32_t table = selectors_of(lane());
+  const Cursor at;
   uint32_t next = own.address() / 4;
   keep_order(next);
 #pragma unroll 1
@@ -428,7 +448,7 @@ __device__ inline void write_chunk(const Lane& own, int chunk, int columns, uint
     for (int half = 0; half < 2; half++) {
       const int mine = column + 32 * half;
       uint32_t part[8];
-      decode<MOVED>(own, table, bits, half, next, part);
+      decode<MOVED>(own, at, bits, half, next, part);
 #pragma unroll
       for (int r = 0; r < 2; r++)
         if (to[r] && mine + lane() % 4 * 8 < columns)
@@ -449,11 +469,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) unpack(PackedLinear p) {
     rows[r] = row < 0 ? nullptr : p.out + 2ll * row * p.columns + lane() % 4 * 16;
   }
   const int buffers = int(sizeof(Shared) + 127) & ~127;
-  each_chunk(p, source, area, buffers + warp() * p.buffer, [] {}, [&](int i, int chunk, int end) {
+  each_chunk(p, source, area, buffers + warp() * p.buffer, [] {}, [&](int i, int chunk, int end, auto proceed) {
     const int start = i * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
     const Lane own(chunk, (columns + 63) / 64);
     uint8_t* const to[2] = {rows[0] ? rows[0] + 2 * start : nullptr, rows[1] ? rows[1] + 2 * start : nullptr};
-    if (own.move(end)) {
+    const int used = own.move(end);
+    proceed(used ? used : end);
+    if (used) {
       write_chunk<true>(own, chunk, columns, to);
     } else {
       write_chunk<false>(own, chunk, columns, to);

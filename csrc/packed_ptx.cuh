@@ -7,6 +7,13 @@ namespace fwanda {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
+// The lane, from where the compiler does not compute it again and again.
+__device__ inline uint32_t lane_register() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // Bytes of a and b that the four lowest nibbles of the selector name.
 __device__ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t out;

@@ -164,6 +164,8 @@ inline uint32_t shared_address(const void* p) {
   return uint32_t(static_cast<const unsigned char*>(p) - dynamic_shared) + emulated::kBase;
 }
 
+inline uint32_t lane_register() { return uint32_t(lane()); }
+
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t out = 0;
