@@ -96,7 +96,7 @@ struct Lane {
   // room is too small.
   __device__ int move(int end) const {
     constexpr int kGroup = 4;
-    const int tail = rows - common, used = values + 32 * (common + (tail + kGroup - 1) / kGroup * kGroup);
+    const int tail = rows - common, used = values + 32 * (common + (tail + kGroup - 1 & -kGroup));
     if (tail > kTail || used > end) return 0;
     uint32_t moved[kTail];
     const uint32_t value = last_value(), mine = ~(~0u << (words - common));
@@ -230,7 +230,7 @@ __device__ inline void each_chunk(const PackedLinear& p, const Source& source, c
       if (taken <= p.buffer) start(n + 1, next), started = n + 2;
     };
     wait_copy(copied + n % 2, n / 2 & 1);
-    use(first + n, room.place / 4, (room.place + room.size) / 4, proceed);
+    use(first + n, room.place >> 2, room.place + room.size >> 2, proceed);
     fence_copies();
     __syncwarp();
     if (started == n + 1 && n + 1 < count) start(n + 1, next), started = n + 2;
@@ -361,7 +361,7 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
   };
   each_chunk(p, source, area, buffer, prepare, [&](int i, int chunk, int end, auto proceed) {
     const int start = column * kChunkColumns, columns = min(kChunkColumns, p.columns - area.column * kChunkColumns - start);
-    const Lane own(chunk, (columns + 63) / 64);
+    const Lane own(chunk, columns + 63 >> 6);
     const int used = columns == kChunkColumns ? own.move(end) : 0;
     proceed(used ? used : end);
     if (i == first) wait_copy(&shared().ready, 0);
@@ -471,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) unpack(PackedLinear p) {
   const int buffers = int(sizeof(Shared) + 127) & ~127;
   each_chunk(p, source, area, buffers + warp() * p.buffer, [] {}, [&](int i, int chunk, int end, auto proceed) {
     const int start = i * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
-    const Lane own(chunk, (columns + 63) / 64);
+    const Lane own(chunk, columns + 63 >> 6);
     uint8_t* const to[2] = {rows[0] ? rows[0] + 2 * start : nullptr, rows[1] ? rows[1] + 2 * start : nullptr};
     const int used = own.move(end);
     proceed(used ? used : end);
