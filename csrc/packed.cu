@@ -17,6 +17,7 @@ namespace fwanda {
 
 constexpr int kHeader = 64, kTileRows = 16, kChunkColumns = 256;
 constexpr int kTail = 24;        // further words of a lane that are moved at most
+constexpr int kGroup = 4;        // rows of them that are moved together
 constexpr int kSlack = 14 * 128;  // bytes that a chunk may grow by that
 constexpr int kTokens = 8;       // columns of a fragment
 constexpr int kMaxWarps = 32;
@@ -58,6 +59,7 @@ struct Lane {
   int values;         // place of word 0 of lane 0
   int words, common;  // whole words of this lane; words that every lane has
   int further;        // place of the first word beyond these
+  int further_words;  // of all lanes
   int last;           // twice the place of the last value, if the count is odd
   bool odd;
   int rows;  // of 32 words, after moving
@@ -74,6 +76,7 @@ struct Lane {
     common = int(__reduce_min_sync(~0u, unsigned(words)));
     rows = int(__reduce_max_sync(~0u, unsigned(words + odd)));
     values = chunk + 32 * pairs;
+    further_words = all - 32 * common;
     further = values + common * (32 - l) + (before & 0xffff);
     last = 2 * (values + all) + (before >> 16);
   }
@@ -95,26 +98,31 @@ struct Lane {
   // anything. The room of the chunk ends at `end`. Returns the end of what is used now; or moves nothing and returns 0 if the
   // room is too small.
   __device__ int move(int end) const {
-    constexpr int kGroup = 4;
     const int tail = rows - common, used = values + 32 * (common + (tail + kGroup - 1 & -kGroup));
-    if (tail > kTail || used > end) return 0;
-    uint32_t moved[kTail];
-    const uint32_t value = last_value(), mine = ~(~0u << (words - common));
-    uint32_t* const to = shared_words() + values + 32 * common + lane();
+    // the upper half of the rows is moved first, to where no further word stands
+    if (tail > kTail || further_words > 16 * kTail || used > end) return 0;
+    const uint32_t value = last_value();
+    if (tail > kTail / 2) move_rows(kTail / 2, tail);
+    move_rows(0, tail);
+    if (odd) shared_words()[values + 32 * words + lane()] = value;
+    return used;
+  }
+
+  __device__ void move_rows(int first, int tail) const {
+    uint32_t moved[kTail / 2];
+    const uint32_t mine = ~(~0u << (words - common)) >> first;
 #pragma unroll
-    for (int i = 0; i < kTail; i += kGroup)
-      if (i < tail)
+    for (int i = 0; i < kTail / 2; i += kGroup)
+      if (first + i < tail)
 #pragma unroll
         for (int k = i; k < i + kGroup; k++)
-          if (mine >> k & 1) moved[k] = shared_words()[further + k];  // fewer lanes, fewer conflicts of banks
+          if (mine >> k & 1) moved[k] = shared_words()[further + first + k];  // fewer lanes, fewer conflicts of banks
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kTail; i += kGroup)
-      if (i < tail)
+    for (int i = 0; i < kTail / 2; i += kGroup)
+      if (first + i < tail)
 #pragma unroll
-        for (int k = i; k < i + kGroup; k++) to[32 * k] = moved[k];
-    if (odd) to[32 * (words - common)] = value;
-    return used;
+        for (int k = i; k < i + kGroup; k++) shared_words()[values + 32 * (common + first + k) + lane()] = moved[k];
   }
 };
 
