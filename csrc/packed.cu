@@ -44,6 +44,12 @@ __device__ inline Shared& shared() { return *reinterpret_cast<Shared*>(dynamic_s
 __device__ inline uint32_t* shared_words() { return reinterpret_cast<uint32_t*>(dynamic_shared); }
 __device__ inline int warps_of_block() { return int(blockDim.x) / 32; }
 
+// Warps take chunks in this order: those of one scheduler (every fourth) are neighbours, so each scheduler gets its share.
+__device__ inline int turn_of_warp() {
+  const int scheduler = warp() % 4;
+  return scheduler * (warps_of_block() / 4) + min(scheduler, warps_of_block() % 4) + warp() / 4;
+}
+
 // Selectors of the bytes of four columns, for their four bits. In the lower half those of columns 0 and 1, from the two values
 // before the middle; in the upper half those of columns 2 and 3, from the two after it. Byte 4 is 0.
 __device__ inline uint32_t selectors_of(uint32_t bits) {
@@ -176,10 +182,10 @@ struct Source {
 struct Area {
   int tile, tiles, column, columns;
 
-  // First chunk of a warp, in the order tile after tile; that of the next warp is the end.
-  __device__ int first_of(int warp) const { return warp * tiles * columns / warps_of_block(); }
-  // The warp that has a chunk.
-  __device__ int warp_of(int chunk) const { return ((chunk + 1) * warps_of_block() - 1) / (tiles * columns); }
+  // First chunk of a turn, in the order tile after tile; that of the next turn is the end.
+  __device__ int first_of(int turn) const { return turn * tiles * columns / warps_of_block(); }
+  // The turn that has a chunk.
+  __device__ int turn_of(int chunk) const { return ((chunk + 1) * warps_of_block() - 1) / (tiles * columns); }
 };
 
 // Copies the chunks of this warp to shared memory and calls on each, in order, use(number in the area, place of its first word,
@@ -187,12 +193,13 @@ struct Area {
 // copy starts if there is room for both. When the first copies have been started, prepare() is called. One warp does all that.
 // Chunks lie at the beginning and at the end of its buffer in turn. The buffer begins at a multiple of 128 bytes.
 template <class Prepare, class Use>
-__device__ inline void each_chunk(const PackedLinear& p, const Source& source, const Area& area, int buffer, Prepare prepare, Use use) {
+__device__ inline void each_chunk(const PackedLinear& p, const Source& source, const Area& area, int buffer, Prepare prepare,
+                                  Use use) {
   uint64_t* const copied = shared().copied[warp()];
   if (lane() < 2) init_barrier(copied + lane());
   fence_copies();
   __syncwarp();
-  const int first = area.first_of(warp()), count = area.first_of(warp() + 1) - first;
+  const int first = area.first_of(turn_of_warp()), count = area.first_of(turn_of_warp() + 1) - first;
   int begin = 0, end = 0;  // of the chunk that this lane knows, in units of 16 bytes
   struct Room {
     int from, bytes, size, place;
@@ -275,13 +282,13 @@ __device__ inline void multiply_step(const uint32_t (&part)[8], const uint4 (&x)
 
 // Multiplies a whole chunk, whose words have been moved.
 template <int GROUPS>
-__device__ inline void multiply_chunk(const Lane& own, const Cursor& at, int chunk, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
+__device__ inline void multiply_chunk(const Lane& own, const Cursor& at, int chunk, Tokens<GROUPS> tokens,
+                                      float (&sums)[GROUPS][4]) {
   uint32_t next = own.address() / 4;
   keep_order(next);
-  const uint32_t* bits_at = shared_words() + chunk + lane();
 #pragma unroll 1
-  for (const uint32_t* const end = bits_at + kChunkColumns / 2; bits_at != end; bits_at += 32, tokens.skip(64)) {
-    const uint32_t bits = *bits_at;
+  for (int column = 0; column < kChunkColumns; column += 64, tokens.skip(64)) {
+    const uint32_t bits = shared_words()[chunk + column / 2 + lane()];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint4 x[GROUPS];
@@ -296,7 +303,8 @@ __device__ inline void multiply_chunk(const Lane& own, const Cursor& at, int chu
 
 // The same for a chunk of fewer columns, or whose words have not been moved.
 template <int GROUPS>
-__device__ inline void multiply_part(const Lane& own, const Cursor& at, int chunk, int columns, Tokens<GROUPS> tokens, float (&sums)[GROUPS][4]) {
+__device__ inline void multiply_part(const Lane& own, const Cursor& at, int chunk, int columns, Tokens<GROUPS> tokens,
+                                     float (&sums)[GROUPS][4]) {
   uint32_t next = own.address() / 4;
 #pragma unroll 1
   for (int column = 0; column < columns; column += 64, tokens.skip(64)) {
@@ -343,7 +351,7 @@ struct Copies {
   }
 };
 
-// The chunks of this warp. Sums of a tile whose first chunk it has go to sums[tile of the area]; of another, to sums[tiles + warp].
+// The chunks of this warp. Sums of a tile whose first chunk it has go to sums[tile of the area]; of another, to sums[tiles + turn].
 template <int GROUPS>
 __device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, const Copies& copies,
                                      Sums<GROUPS>* all, int buffer) {
@@ -356,11 +364,11 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     tokens.from[n] = shared_address(dynamic_shared + copies.x) + copies.stride * (kTokens * n + g) + 16 * t;
     tokens.there[n] = kTokens * n + g < p.tokens;
   }
-  const int first = area.first_of(warp()), last = area.first_of(warp() + 1);
+  const int turn = turn_of_warp(), first = area.first_of(turn), last = area.first_of(turn + 1);
   int tile = first / area.columns, column = first % area.columns;
-  int slot = column ? area.tiles + warp() : tile;
+  int slot = column ? area.tiles + turn : tile;
   auto prepare = [&] {
-    for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
+    for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + turn][0][0])[i] = 0;
     if (threadIdx.x == 0) init_barrier(&shared().ready);
     fence_copies();
     __syncthreads();
@@ -375,6 +383,8 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     if (i == first) wait_copy(&shared().ready, 0);
     Tokens<GROUPS> here = tokens;
     here.skip(start);
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) keep_order(here.from[n]);
     if (used) {
       multiply_chunk<GROUPS>(own, at, chunk, here, sums);
     } else {
@@ -421,9 +431,9 @@ __device__ inline void linear(const PackedLinear& p) {
   };
   for (int i = threadIdx.x; i < places * p.tokens; i += blockDim.x) {
     const int place = i % places, token = i / places, tile = place / kTileRows;
-    const int first = area.warp_of(tile * area.columns), last = area.warp_of((tile + 1) * area.columns - 1);
+    const int first = area.turn_of(tile * area.columns), last = area.turn_of((tile + 1) * area.columns - 1);
     float sum = *at(place, token);
-    for (int w = first + 1; w <= last; w++) sum += sums[area.tiles + w][place % kTileRows][token];
+    for (int turn = first + 1; turn <= last; turn++) sum += sums[area.tiles + turn][place % kTileRows][token];
     if (blocks > 1) {
       *at(place, token) = sum;
     } else {

@@ -68,7 +68,7 @@ def test_every_way_to_divide_a_product_gives_it_on_gpu():
     expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
     for tokens in (3, 9):
         for tiles, cluster, warps in ((1, 1, 16), (2, 2, 16), (7, 4, 12), (16, 6, 3), (3, 1, 1), (132, 2, 8)):
-            division = packed.fit(tiles, min(cluster, 4), tokens, shared_bytes(x), warps)
+            division = packed.fit(tiles, min(cluster, 4), 1536, tokens, shared_bytes(x), warps)
             out = torch.full((tokens, 2100), float("nan"), dtype=BF16, device="cuda")
             run(x, packed.plan_linear(x[:tokens], data, None, out, division))
             assert ((out.double() - expected[:tokens]).abs() <= EPS[BF16] * size[:tokens]).all(), division

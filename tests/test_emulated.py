@@ -98,7 +98,8 @@ def test_products_are_near_fp64(run, packed, kind, tokens):
 @pytest.mark.parametrize("tiles", [1, 2, 5])
 def test_products_do_not_depend_on_how_they_are_divided(run, packed, tiles, cluster, warps):
     """More and fewer warps than chunks; tiles that several warps share, and the reverse; a smaller last cluster."""
-    check_product(run, packed, make_mask("rows differ", 70, 2056), 3, packed.fit(tiles, cluster, 2056, 3, SHARED, warps))
+    division = packed.fit(tiles, cluster, 2056, 3, SHARED, warps)
+    check_product(run, packed, make_mask("rows differ", 70, 2056), 3, division)
 
 
 @pytest.mark.parametrize("kind", ["half", "all", "blocks"])

@@ -19,6 +19,7 @@ about = partial(_about, "packed")
 PACKED = Layout("PackedLinear", "P packed, P x, P bias, P out, i rows, i columns, i tokens, i tiles, i buffer")
 TILE_ROWS, CHUNK_COLUMNS = 16, 256
 WARPS, UNPACK_WARPS = 16, 8  # of a block
+LEAST_WARPS = 3  # rather several launches of fewer tokens
 HEAD_BYTES = 528  # the struct Shared of the .cu file
 OVERRUN = 512  # bytes that loads may read past the last buffer
 LARGEST_CHUNK = 512 + 2 * TILE_ROWS * CHUNK_COLUMNS
@@ -117,9 +118,9 @@ def divide(rows: int, columns: int, tokens: int, processors: int, shared: int) -
         waves = -(-tiles // (own * clusters))
         # the more of shared memory x takes, the fewer bytes of the weight are on their way
         work = waves * own * -(-chunks // size) * (1 + _x_bytes(columns, size, tokens) / shared)
-        division = fit(own, size, columns, tokens, shared)
         cost = work + CLUSTER_COST * doublings
-        if division and (least is None or cost < least):
+        division = fit(own, size, columns, tokens, shared)
+        if division and (division.warps >= LEAST_WARPS or tokens == 1) and (least is None or cost < least):
             least, best = cost, division
     return best or divide(rows, columns, -(-tokens // 2), processors, shared)
 
