@@ -44,12 +44,6 @@ __device__ inline Shared& shared() { return *reinterpret_cast<Shared*>(dynamic_s
 __device__ inline uint32_t* shared_words() { return reinterpret_cast<uint32_t*>(dynamic_shared); }
 __device__ inline int warps_of_block() { return int(blockDim.x) / 32; }
 
-// Warps take chunks in this order: those of one scheduler (every fourth) are neighbours, so each scheduler gets its share.
-__device__ inline int turn_of_warp() {
-  const int scheduler = warp() % 4;
-  return scheduler * (warps_of_block() / 4) + min(scheduler, warps_of_block() % 4) + warp() / 4;
-}
-
 // Selectors of the bytes of four columns, for their four bits. In the lower half those of columns 0 and 1, from the two values
 // before the middle; in the upper half those of columns 2 and 3, from the two after it. Byte 4 is 0.
 __device__ inline uint32_t selectors_of(uint32_t bits) {
@@ -178,14 +172,23 @@ struct Source {
   }
 };
 
-// A part of a packed weight: `columns` chunks of each of `tiles` tiles.
+// A part of a packed weight: `columns` chunks of each of `tiles` tiles. Each warp has `share` of them, tile after tile; the first
+// `longer` warps, which differ in their schedulers, have one more.
 struct Area {
-  int tile, tiles, column, columns;
+  int tile, tiles, column, columns, share, longer;
 
-  // First chunk of a turn, in the order tile after tile; that of the next turn is the end.
-  __device__ int first_of(int turn) const { return turn * tiles * columns / warps_of_block(); }
-  // The turn that has a chunk.
-  __device__ int turn_of(int chunk) const { return ((chunk + 1) * warps_of_block() - 1) / (tiles * columns); }
+  __device__ Area(int tile, int tiles, int column, int columns) : tile(tile), tiles(tiles), column(column), columns(columns) {
+    share = tiles * columns / warps_of_block(), longer = tiles * columns % warps_of_block();
+  }
+
+  // First chunk of a warp; that of the next warp is the end.
+  __device__ int first_of(int warp) const { return warp * share + min(warp, longer); }
+
+  // The warp that has a chunk.
+  __device__ int warp_of(int chunk) const {
+    const int start = longer * (share + 1);  // of the shorter shares
+    return chunk < start ? chunk / (share + 1) : longer + (chunk - start) / share;
+  }
 };
 
 // Copies the chunks of this warp to shared memory and calls on each, in order, use(number in the area, place of its first word,
@@ -199,7 +202,7 @@ __device__ inline void each_chunk(const PackedLinear& p, const Source& source, c
   if (lane() < 2) init_barrier(copied + lane());
   fence_copies();
   __syncwarp();
-  const int first = area.first_of(turn_of_warp()), count = area.first_of(turn_of_warp() + 1) - first;
+  const int first = area.first_of(warp()), count = area.first_of(warp() + 1) - first;
   int begin = 0, end = 0;  // of the chunk that this lane knows, in units of 16 bytes
   struct Room {
     int from, bytes, size, place;
@@ -351,7 +354,7 @@ struct Copies {
   }
 };
 
-// The chunks of this warp. Sums of a tile whose first chunk it has go to sums[tile of the area]; of another, to sums[tiles + turn].
+// The chunks of this warp. Sums of a tile whose first chunk it has go to sums[tile of the area]; of another, to sums[tiles + warp].
 template <int GROUPS>
 __device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, const Copies& copies,
                                      Sums<GROUPS>* all, int buffer) {
@@ -364,11 +367,11 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     tokens.from[n] = shared_address(dynamic_shared + copies.x) + copies.stride * (kTokens * n + g) + 16 * t;
     tokens.there[n] = kTokens * n + g < p.tokens;
   }
-  const int turn = turn_of_warp(), first = area.first_of(turn), last = area.first_of(turn + 1);
+  const int first = area.first_of(warp()), last = area.first_of(warp() + 1);
   int tile = first / area.columns, column = first % area.columns;
-  int slot = column ? area.tiles + turn : tile;
+  int slot = column ? area.tiles + warp() : tile;
   auto prepare = [&] {
-    for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + turn][0][0])[i] = 0;
+    for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
     if (threadIdx.x == 0) init_barrier(&shared().ready);
     fence_copies();
     __syncthreads();
@@ -411,10 +414,8 @@ __device__ inline void linear(const PackedLinear& p) {
   let_next_kernel_start();
   const Source source(p);
   const int rank = block_in_cluster(), blocks = blocks_of_cluster(), tile = int(blockIdx.x) / blocks * p.tiles;
-  Area area;
-  area.tile = tile, area.tiles = min(p.tiles, source.tiles - tile);
-  area.column = rank * source.chunks_of_tile / blocks;
-  area.columns = (rank + 1) * source.chunks_of_tile / blocks - area.column;
+  const int column = rank * source.chunks_of_tile / blocks, end = (rank + 1) * source.chunks_of_tile / blocks;
+  const Area area(tile, min(p.tiles, source.tiles - tile), column, end - column);
   const Copies copies(p, (source.chunks_of_tile + blocks - 1) / blocks);
   auto* const sums = reinterpret_cast<Sums<GROUPS>*>(dynamic_shared + copies.end);
   const int buffers = int(copies.end + sizeof(Sums<GROUPS>) * (p.tiles + warps_of_block()) + 127) & ~127;
@@ -431,9 +432,9 @@ __device__ inline void linear(const PackedLinear& p) {
   };
   for (int i = threadIdx.x; i < places * p.tokens; i += blockDim.x) {
     const int place = i % places, token = i / places, tile = place / kTileRows;
-    const int first = area.turn_of(tile * area.columns), last = area.turn_of((tile + 1) * area.columns - 1);
+    const int first = area.warp_of(tile * area.columns), last = area.warp_of((tile + 1) * area.columns - 1);
     float sum = *at(place, token);
-    for (int turn = first + 1; turn <= last; turn++) sum += sums[area.tiles + turn][place % kTileRows][token];
+    for (int w = first + 1; w <= last; w++) sum += sums[area.tiles + w][place % kTileRows][token];
     if (blocks > 1) {
       *at(place, token) = sum;
     } else {
@@ -479,7 +480,7 @@ __device__ inline void write_chunk(const Lane& own, int chunk, int columns, uint
 // A block unpacks a tile; each lane writes 8 columns of two rows at a time.
 extern "C" __global__ void __launch_bounds__(256, 2) unpack(PackedLinear p) {
   const Source source(p);
-  const Area area = {int(blockIdx.x), 1, 0, source.chunks_of_tile};
+  const Area area(int(blockIdx.x), 1, 0, source.chunks_of_tile);
   uint8_t* rows[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
