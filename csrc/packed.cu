@@ -191,70 +191,91 @@ struct Area {
   }
 };
 
-// Copies the chunks of this warp to shared memory and calls on each, in order, use(number in the area, place of its first word,
-// end of its room, proceed). use() calls proceed(end of what is used of the room) as soon as it knows that, then the next
-// copy starts if there is room for both. When the first copies have been started, prepare() is called. One warp does all that.
-// Chunks lie at the beginning and at the end of its buffer in turn. The buffer begins at a multiple of 128 bytes.
-template <class Prepare, class Use>
-__device__ inline void each_chunk(const PackedLinear& p, const Source& source, const Area& area, int buffer, Prepare prepare,
-                                  Use use) {
-  uint64_t* const copied = shared().copied[warp()];
-  if (lane() < 2) init_barrier(copied + lane());
-  fence_copies();
-  __syncwarp();
-  const int first = area.first_of(warp()), count = area.first_of(warp() + 1) - first;
-  int begin = 0, end = 0;  // of the chunk that this lane knows, in units of 16 bytes
-  struct Room {
-    int from, bytes, size, place;
-  };
-  auto find = [&](int n) {
-    if (n % 32 == 0) {
-      const int mine = first + min(n + lane(), count - 1);
-      const int64_t chunk = 1ll * (area.tile + mine / area.columns) * source.chunks_of_tile + area.column + mine % area.columns;
-      begin = source.offsets[chunk], end = source.offsets[chunk + 1];
-    }
-    Room room;
-    room.from = __shfl_sync(~0u, begin, n % 32);
-    room.bytes = min(16 * (__shfl_sync(~0u, end, n % 32) - room.from), p.buffer);  // more only if the weight has been altered
-    room.size = min(room.bytes + kSlack + 127 & ~127, p.buffer);
-    room.place = buffer + (n % 2 ? p.buffer - room.size : 0);
-    return room;
-  };
-  auto start = [&](int n, const Room& room) {
-    if (lane() == 0) {
-      expect_bytes(copied + n % 2, room.bytes);
-      start_copy(copied + n % 2, dynamic_shared + room.place, source.data + 16ll * room.from, room.bytes);
-    }
-  };
-  Room room, next;
-  int started = 0;
-  if (count > 0) {
-    room = find(0);
-    start(0, room);
-    started = 1;
-    if (count > 1) {
-      next = find(1);
-      if (room.size + next.size <= p.buffer) start(1, next), started = 2;
-    }
-  }
-  prepare();
-#pragma unroll 1
-  for (int n = 0; n < count; n++) {
-    auto proceed = [&](int end) {
-      if (started > n + 1 || n + 1 == count) return;
-      if (n) next = find(n + 1);
-      // a chunk at the beginning needs no room to grow in before this one, at the end, is done
-      const int taken = n % 2 ? room.size + next.bytes : 4 * end - room.place + next.size;
-      if (taken <= p.buffer) start(n + 1, next), started = n + 2;
-    };
-    wait_copy(copied + n % 2, n / 2 & 1);
-    use(first + n, room.place >> 2, room.place + room.size >> 2, proceed);
+// The chunks of this warp, in order, and their copies in shared memory. They lie at the beginning and at the end of its buffer in
+// turn; the next one is copied while one is in use, if there is room for both. The buffer begins at a multiple of 128 bytes. All
+// lanes call these functions together.
+class Chunks {
+ public:
+  // Starts the first copies.
+  __device__ Chunks(const PackedLinear& p, const Source& source, const Area& area, int buffer)
+      : source_(source), area_(area), copied_(shared().copied[warp()]), buffer_(buffer), size_(p.buffer) {
+    if (lane() < 2) init_barrier(copied_ + lane());
     fence_copies();
     __syncwarp();
-    if (started == n + 1 && n + 1 < count) start(n + 1, next), started = n + 2;
-    room = next;
+    first_ = area.first_of(warp()), count_ = area.first_of(warp() + 1) - first_;
+    if (count_ > 0) {
+      room_ = find(0);
+      start(0, room_);
+    }
+    if (count_ > 1) {
+      next_ = find(1);
+      if (room_.size + next_.size <= size_) start(1, next_);
+    }
   }
-}
+
+  // Waits for the next chunk; false at the end. The chunk is used until release().
+  __device__ bool wait() {
+    if (n_ == count_) return false;
+    wait_copy(copied_ + n_ % 2, n_ / 2 & 1);
+    return true;
+  }
+
+  __device__ int number() const { return first_ + n_; }  // in the area
+  __device__ bool is_first() const { return n_ == 0; }
+  __device__ bool is_last() const { return n_ + 1 == count_; }
+  __device__ int place() const { return room_.place >> 2; }                // of its first word
+  __device__ int end() const { return room_.place + room_.size >> 2; }  // of its room
+
+  // Starts the next copy if there is room for it beside what is used of this room, up to `end`. To be called once.
+  __device__ void proceed(int end) {
+    if (started_ > n_ + 1 || is_last()) return;
+    if (n_) next_ = find(n_ + 1);
+    // a chunk at the beginning needs no room to grow in before this one, at the end, is released
+    const int taken = n_ % 2 ? room_.size + next_.bytes : 4 * end - room_.place + next_.size;
+    if (taken <= size_) start(n_ + 1, next_);
+  }
+
+  __device__ void release() {
+    fence_copies();
+    __syncwarp();
+    if (started_ == n_ + 1 && !is_last()) start(n_ + 1, next_);
+    room_ = next_, n_++;
+  }
+
+ private:
+  struct Room {
+    int from, bytes, size, place;  // from: in units of 16 bytes
+  };
+
+  __device__ Room find(int n) {
+    if (n % 32 == 0) {
+      const int mine = first_ + min(n + lane(), count_ - 1), tile = area_.tile + mine / area_.columns;
+      const int64_t chunk = 1ll * tile * source_.chunks_of_tile + area_.column + mine % area_.columns;
+      begin_ = source_.offsets[chunk], end_ = source_.offsets[chunk + 1];
+    }
+    Room room;
+    room.from = __shfl_sync(~0u, begin_, n % 32);
+    room.bytes = min(16 * (__shfl_sync(~0u, end_, n % 32) - room.from), size_);  // more only if the weight has been altered
+    room.size = min(room.bytes + kSlack + 127 & ~127, size_);
+    room.place = buffer_ + (n % 2 ? size_ - room.size : 0);
+    return room;
+  }
+
+  __device__ void start(int n, const Room& room) {
+    started_ = n + 1;
+    if (lane()) return;
+    expect_bytes(copied_ + n % 2, room.bytes);
+    start_copy(copied_ + n % 2, dynamic_shared + room.place, source_.data + 16ll * room.from, room.bytes);
+  }
+
+  const Source& source_;
+  const Area& area_;
+  uint64_t* const copied_;
+  const int buffer_, size_;
+  int first_, count_, n_ = 0, started_ = 0;
+  int begin_ = 0, end_ = 0;  // of the chunk that this lane knows
+  Room room_, next_;
+};
 
 // What a lane reads of x: 8 columns of a token for each group of 8 tokens. For tokens that do not exist it takes other
 // values; they only enter sums that nobody stores.
@@ -367,35 +388,35 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     tokens.from[n] = shared_address(dynamic_shared + copies.x) + copies.stride * (kTokens * n + g) + 16 * t;
     tokens.there[n] = kTokens * n + g < p.tokens;
   }
-  const int first = area.first_of(warp()), last = area.first_of(warp() + 1);
+  const int first = area.first_of(warp());
   int tile = first / area.columns, column = first % area.columns;
   int slot = column ? area.tiles + warp() : tile;
-  auto prepare = [&] {
-    for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
-    if (threadIdx.x == 0) init_barrier(&shared().ready);
-    fence_copies();
-    __syncthreads();
-    wait_for_last_kernel();
-    if (warp() == 0) copies.start(p, source, area);
-  };
-  each_chunk(p, source, area, buffer, prepare, [&](int i, int chunk, int end, auto proceed) {
+  Chunks chunks(p, source, area, buffer);
+  for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
+  if (threadIdx.x == 0) init_barrier(&shared().ready);
+  fence_copies();
+  __syncthreads();
+  wait_for_last_kernel();
+  if (warp() == 0) copies.start(p, source, area);
+#pragma unroll 1
+  for (; chunks.wait(); chunks.release()) {
     const int start = column * kChunkColumns, columns = min(kChunkColumns, p.columns - area.column * kChunkColumns - start);
-    const Lane own(chunk, columns + 63 >> 6);
-    const int used = columns == kChunkColumns ? own.move(end) : 0;
-    proceed(used ? used : end);
-    if (i == first) wait_copy(&shared().ready, 0);
+    const Lane own(chunks.place(), columns + 63 >> 6);
+    const int used = columns == kChunkColumns ? own.move(chunks.end()) : 0;
+    chunks.proceed(used ? used : chunks.end());
+    if (chunks.is_first()) wait_copy(&shared().ready, 0);
     Tokens<GROUPS> here = tokens;
     here.skip(start);
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) keep_order(here.from[n]);
     if (used) {
-      multiply_chunk<GROUPS>(own, at, chunk, here, sums);
+      multiply_chunk<GROUPS>(own, at, chunks.place(), here, sums);
     } else {
-      multiply_part<GROUPS>(own, at, chunk, columns, here, sums);
+      multiply_part<GROUPS>(own, at, chunks.place(), columns, here, sums);
     }
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) keep_order(sums[n][0]);
-    if (++column == area.columns || i + 1 == last) {
+    if (++column == area.columns || chunks.is_last()) {
 #pragma unroll
       for (int n = 0; n < GROUPS; n++)
 #pragma unroll
@@ -405,7 +426,7 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
         }
       slot = ++tile, column = 0;
     }
-  });
+  }
 }
 
 // GROUPS: groups of 8 tokens.
@@ -488,18 +509,20 @@ extern "C" __global__ void __launch_bounds__(256, 2) unpack(PackedLinear p) {
     rows[r] = row < 0 ? nullptr : p.out + 2ll * row * p.columns + lane() % 4 * 16;
   }
   const int buffers = int(sizeof(Shared) + 127) & ~127;
-  each_chunk(p, source, area, buffers + warp() * p.buffer, [] {}, [&](int i, int chunk, int end, auto proceed) {
-    const int start = i * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
-    const Lane own(chunk, columns + 63 >> 6);
+  Chunks chunks(p, source, area, buffers + warp() * p.buffer);
+#pragma unroll 1
+  for (; chunks.wait(); chunks.release()) {
+    const int start = chunks.number() * kChunkColumns, columns = min(kChunkColumns, p.columns - start);
+    const Lane own(chunks.place(), columns + 63 >> 6);
     uint8_t* const to[2] = {rows[0] ? rows[0] + 2 * start : nullptr, rows[1] ? rows[1] + 2 * start : nullptr};
-    const int used = own.move(end);
-    proceed(used ? used : end);
+    const int used = own.move(chunks.end());
+    chunks.proceed(used ? used : chunks.end());
     if (used) {
-      write_chunk<true>(own, chunk, columns, to);
+      write_chunk<true>(own, chunks.place(), columns, to);
     } else {
-      write_chunk<false>(own, chunk, columns, to);
+      write_chunk<false>(own, chunks.place(), columns, to);
     }
-  });
+  }
 }
 
 }  // namespace fwanda
