@@ -42,7 +42,10 @@ extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
 __device__ inline Shared& shared() { return *reinterpret_cast<Shared*>(dynamic_shared); }
 __device__ inline uint32_t* shared_words() { return reinterpret_cast<uint32_t*>(dynamic_shared); }
-__device__ inline int warps_of_block() { return int(blockDim.x) / 32; }
+__device__ inline int warps_of_block() { return int(blockDim.x >> 5); }
+
+// Of two numbers that are not negative, in fewer instructions.
+__device__ inline int quotient(int a, int b) { return int(unsigned(a) / unsigned(b)); }
 
 // Selectors of the bytes of four columns, for their four bits. In the lower half those of columns 0 and 1, from the two values
 // before the middle; in the upper half those of columns 2 and 3, from the two after it. Byte 4 is 0.
@@ -164,8 +167,8 @@ struct Source {
   int tiles, chunks_of_tile;
 
   __device__ Source(const PackedLinear& p) {
-    tiles = (p.rows + kTileRows - 1) / kTileRows;
-    chunks_of_tile = (p.columns + kChunkColumns - 1) / kChunkColumns;
+    tiles = quotient(p.rows + kTileRows - 1, kTileRows);
+    chunks_of_tile = quotient(p.columns + kChunkColumns - 1, kChunkColumns);
     order = reinterpret_cast<const int32_t*>(p.packed + kHeader);
     offsets = order + kTileRows * tiles;
     data = reinterpret_cast<const uint8_t*>(offsets) + (4ll * (1ll * tiles * chunks_of_tile + 1) + 15) / 16 * 16;
@@ -178,7 +181,7 @@ struct Area {
   int tile, tiles, column, columns, share, longer;
 
   __device__ Area(int tile, int tiles, int column, int columns) : tile(tile), tiles(tiles), column(column), columns(columns) {
-    share = tiles * columns / warps_of_block(), longer = tiles * columns % warps_of_block();
+    share = quotient(tiles * columns, warps_of_block()), longer = tiles * columns - share * warps_of_block();
   }
 
   // First chunk of a warp; that of the next warp is the end.
@@ -187,7 +190,7 @@ struct Area {
   // The warp that has a chunk.
   __device__ int warp_of(int chunk) const {
     const int start = longer * (share + 1);  // of the shorter shares
-    return chunk < start ? chunk / (share + 1) : longer + (chunk - start) / share;
+    return chunk < start ? quotient(chunk, share + 1) : longer + quotient(chunk - start, share);
   }
 };
 
@@ -199,10 +202,11 @@ class Chunks {
   // Starts the first copies.
   __device__ Chunks(const PackedLinear& p, const Source& source, const Area& area, int buffer)
       : source_(source), area_(area), copied_(shared().copied[warp()]), buffer_(buffer), size_(p.buffer) {
+    first_ = area.first_of(warp()), count_ = area.first_of(warp() + 1) - first_;
+    if (count_ > 0) load_offsets(0);
     if (lane() < 2) init_barrier(copied_ + lane());
     fence_copies();
     __syncwarp();
-    first_ = area.first_of(warp()), count_ = area.first_of(warp() + 1) - first_;
     if (count_ > 0) {
       room_ = find(0);
       start(0, room_);
@@ -229,6 +233,7 @@ class Chunks {
   // Starts the next copy if there is room for it beside what is used of this room, up to `end`. To be called once.
   __device__ void proceed(int end) {
     if (started_ > n_ + 1 || is_last()) return;
+    if ((n_ + 1) % 32 == 0) load_offsets(n_ + 1);
     if (n_) next_ = find(n_ + 1);
     // a chunk at the beginning needs no room to grow in before this one, at the end, is released
     const int taken = n_ % 2 ? room_.size + next_.bytes : 4 * end - room_.place + next_.size;
@@ -247,12 +252,15 @@ class Chunks {
     int from, bytes, size, place;  // from: in units of 16 bytes
   };
 
-  __device__ Room find(int n) {
-    if (n % 32 == 0) {
-      const int mine = first_ + min(n + lane(), count_ - 1), tile = area_.tile + mine / area_.columns;
-      const int64_t chunk = 1ll * tile * source_.chunks_of_tile + area_.column + mine % area_.columns;
-      begin_ = source_.offsets[chunk], end_ = source_.offsets[chunk + 1];
-    }
+  // Of 32 chunks from n on, one for each lane.
+  __device__ void load_offsets(int n) {
+    const int mine = first_ + min(n + lane(), count_ - 1), tile = quotient(mine, area_.columns);
+    const int column = area_.column + mine - tile * area_.columns;
+    const int32_t* const at = source_.offsets + (1ll * (area_.tile + tile) * source_.chunks_of_tile + column);
+    begin_ = at[0], end_ = at[1];
+  }
+
+  __device__ Room find(int n) const {
     Room room;
     room.from = __shfl_sync(~0u, begin_, n % 32);
     room.bytes = min(16 * (__shfl_sync(~0u, end_, n % 32) - room.from), size_);  // more only if the weight has been altered
@@ -379,6 +387,7 @@ struct Copies {
 template <int GROUPS>
 __device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, const Copies& copies,
                                      Sums<GROUPS>* all, int buffer) {
+  Chunks chunks(p, source, area, buffer);
   const int g = lane() / 4, t = lane() % 4;
   const Cursor at;
   float sums[GROUPS][4] = {};
@@ -389,9 +398,8 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     tokens.there[n] = kTokens * n + g < p.tokens;
   }
   const int first = area.first_of(warp());
-  int tile = first / area.columns, column = first % area.columns;
+  int tile = quotient(first, area.columns), column = first - tile * area.columns;
   int slot = column ? area.tiles + warp() : tile;
-  Chunks chunks(p, source, area, buffer);
   for (int i = lane(); i < kTileRows * kTokens * GROUPS; i += 32) (&all[area.tiles + warp()][0][0])[i] = 0;
   if (threadIdx.x == 0) init_barrier(&shared().ready);
   fence_copies();
@@ -433,11 +441,13 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
 template <int GROUPS>
 __device__ inline void linear(const PackedLinear& p) {
   let_next_kernel_start();
+  // Until wait_for_last_kernel(), only the weight is read: kernels that let this one start early write no weight.
   const Source source(p);
-  const int rank = block_in_cluster(), blocks = blocks_of_cluster(), tile = int(blockIdx.x) / blocks * p.tiles;
-  const int column = rank * source.chunks_of_tile / blocks, end = (rank + 1) * source.chunks_of_tile / blocks;
+  const int rank = block_in_cluster(), blocks = blocks_of_cluster(), shift = __popc(blocks - 1);  // a power of two
+  const int column = rank * source.chunks_of_tile >> shift, end = (rank + 1) * source.chunks_of_tile >> shift;
+  const int tile = int(blockIdx.x >> shift) * p.tiles;
   const Area area(tile, min(p.tiles, source.tiles - tile), column, end - column);
-  const Copies copies(p, (source.chunks_of_tile + blocks - 1) / blocks);
+  const Copies copies(p, source.chunks_of_tile + blocks - 1 >> shift);
   auto* const sums = reinterpret_cast<Sums<GROUPS>*>(dynamic_shared + copies.end);
   const int buffers = int(copies.end + sizeof(Sums<GROUPS>) * (p.tiles + warps_of_block()) + 127) & ~127;
   multiply_area<GROUPS>(p, source, area, copies, sums, buffers + warp() * p.buffer);
@@ -452,7 +462,7 @@ __device__ inline void linear(const PackedLinear& p) {
     reinterpret_cast<uint16_t*>(p.out)[1ll * token * p.rows + row] = rounded<WEIGHT>(sum);
   };
   for (int i = threadIdx.x; i < places * p.tokens; i += blockDim.x) {
-    const int place = i % places, token = i / places, tile = place / kTileRows;
+    const int token = quotient(i, places), place = i - token * places, tile = place / kTileRows;
     const int first = area.warp_of(tile * area.columns), last = area.warp_of((tile + 1) * area.columns - 1);
     float sum = *at(place, token);
     for (int w = first + 1; w <= last; w++) sum += sums[area.tiles + w][place % kTileRows][token];
@@ -465,7 +475,7 @@ __device__ inline void linear(const PackedLinear& p) {
   if (blocks == 1) return;
   sync_cluster();
   for (int i = rank * blockDim.x + threadIdx.x; i < places * p.tokens; i += blocks * blockDim.x) {
-    const int place = i % places, token = i / places;
+    const int token = quotient(i, places), place = i - token * places;
     float sum = 0;
     for (int k = 0; k < blocks; k++) sum += load_cluster(at(place, token), k);
     store(place, token, sum);
