@@ -214,7 +214,7 @@ def plans(backend) -> dict[str, list]:
     bits = fk.pack_weight(weight)
     values, meta = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.int16)
     select, stats, sparse24 = backend.select, backend.stats, backend.sparse24
-    division = backend.packed.divide(64, 256, 3, 132, 232_448)
+    few, more = (backend.packed.divide(64, 256, tokens, 132, 232_448) for tokens in (3, 9))
     return {
         "mask": select.plan_one(weight, scales[0], keeps[0], bad, mask),
         "prune": select.plan_one(weight, scales[0], keeps[0], bad, None),
@@ -227,8 +227,8 @@ def plans(backend) -> dict[str, list]:
         "compress": sparse24.plan_compress(weight, scales[0], bad, values, meta),
         "threshold": threshold_plan(backend, [weight, narrow], 1000),
         "unpack": backend.packed.plan_unpack(bits, 64, 256, weight),
-        "linear": backend.packed.plan_linear(weight[:3], bits, None, weight[:3, :64], division),
-        "linear of 9 tokens": backend.packed.plan_linear(weight[:9], bits, scales[0], weight[:9, :64], division),
+        "linear": backend.packed.plan_linear(weight[:3], bits, None, weight[:3, :64], few),
+        "linear of 9 tokens": backend.packed.plan_linear(weight[:9], bits, scales[0], weight[:9, :64], more),
         **{f"obs {rule}": obs_plan(backend, weight, rule) for rule in RULES},
     }
 
