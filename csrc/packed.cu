@@ -227,7 +227,7 @@ class Chunks {
   __device__ int number() const { return first_ + n_; }  // in the area
   __device__ bool is_first() const { return n_ == 0; }
   __device__ bool is_last() const { return n_ + 1 == count_; }
-  __device__ int place() const { return room_.place >> 2; }                // of its first word
+  __device__ int place() const { return room_.place >> 2; }              // of its first word
   __device__ int end() const { return room_.place + room_.size >> 2; }  // of its room
 
   // Starts the next copy if there is room for it beside what is used of this room, up to `end`. To be called once.
