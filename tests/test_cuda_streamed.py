@@ -93,7 +93,9 @@ def test_peak_memory(folder, monkeypatch):
         gc.collect()
         held = torch.cuda.memory_allocated()  # by earlier tests too
         model = load(folder, engine)
-        report = fwanda_pruner.prune(model, method="fwanda", engine=engine, segment=segment, **SETTINGS)
+        report = fwanda_pruner.prune(
+            model, method="fwanda", engine=engine, segment=segment, no_check=True, guard="none", **SETTINGS
+        )
         peaks[case] = report.peak_memory_bytes - held
         del model
     inputs = (BLOCKS - 1) * 2 * TOKENS.shape[1] * SIZES["hidden_size"] * 2  # of two windows in bf16

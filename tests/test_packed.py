@@ -175,7 +175,8 @@ def test_pruning_writes_packed_and_the_command_line_converts_both_ways(tmp_path,
     assert {**measured[0], "model": ""} == {**measured[1], "model": ""}
     code, out, _ = run("bench", "packed", "--batches", "1,2", "--tokens", "2", "--prompts", "8", "--json")
     rows = [(row["form"], row["work"], row["batch"]) for row in json.loads(out)]
-    works = [("decode eager", 1), ("decode eager", 2), ("prefill", 1)]
+    decoding = ["decode eager", "decode graphs"] if torch.cuda.is_available() else ["decode eager"]
+    works = [*((work, batch) for work in decoding for batch in (1, 2)), ("prefill", 1)]
     assert rows == [(form, *work) for form in ("dense", "packed") for work in works]
     for arguments, message in [
         (("pack", "packed", "--output", "x"), "packed already"),
