@@ -213,5 +213,5 @@ def _print_result(best: _Row, shared: _Shared, output: Path) -> None:
     print(f"{best.method} {best.allocation}: {best.sentence}")
     print(f"\nSaved the model with the lowest perplexity, {best.method} {best.allocation}, in {output}.")
     print("Next, on a GPU:")
-    print("  fwanda prune MODEL --method fwanda --allocation auto --sparsity 0.5 --calibration TEXT --output DIR")
-    print("On a CPU, auto takes tens of minutes even for a model this small; global, above, is the quick choice.")
+    print("  fwanda prune MODEL --allocation auto --sparsity 0.5 --calibration c4 --calibration self --output DIR")
+    print("`self` is text that the model writes. On a CPU, auto takes tens of minutes for a run like this one.")
