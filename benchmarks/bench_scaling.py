@@ -154,7 +154,7 @@ class Bench:
         return time.perf_counter() - start, found
 
     def pruned(self, case: Case, model: nn.Module, tokens: Tensor, statistics: Statistics | None = None) -> Report:
-        settings = self.settings(case) | {"no_check": True, "fisher_samples": "all" if case.measures else "32"}
+        settings = self.settings(case) | {"no_check": True, "fisher_samples": "all" if case.measures else "96"}
         text = {"calibration": tokens} if statistics is None else {"statistics": statistics}
         return fwanda_pruner.prune(model, **text, progress=False, **settings)
 

@@ -75,16 +75,17 @@ def readme_result(folder: Path = RESULTS) -> str:
     """The result that the README begins with, in four sentences."""
     result, means = readme_means(folder)
     dense = readme_dense(result)
-    wanda, sparsegpt = means["wanda", "uniform", "c4"], means["sparsegpt", "uniform", "c4"]
-    default, auto = means["fwanda", "global", "c4"], means["fwanda", "auto", "c4+self"]
+    keys = [("wanda", "uniform", "c4"), ("sparsegpt", "uniform", "c4"), ("fwanda", "global", "c4")]
+    prose, code = ([f"{means[key][text]:,.1f}" for key in keys] for text in ("prose", "code"))
+    auto = means["fwanda", "auto", "c4+self"]
     return (
         "Half of the weights in the decoder blocks of SmolLM2-135M-Instruct are removed. The perplexity on prose "
-        f"(lower is better) rises from\n{dense['prose']:,.1f} to {wanda['prose']:,.1f} by Wanda, to "
-        f"{sparsegpt['prose']:,.1f} by SparseGPT, and to {default['prose']:,.1f} by F-Wanda, all calibrated on the "
-        f"text collection C4. F-Wanda with\n`--allocation auto`, calibrated on C4 and on text that the model writes "
-        f"itself, reaches **{auto['prose']:,.1f}**. On code the figures are {dense['code']:,.1f}, "
-        f"{wanda['code']:,.1f}, {sparsegpt['code']:,.1f}, {default['code']:,.1f}\nand **{auto['code']:,.1f}**. The "
-        "weights were dequantised from a 4-bit file; [Quality](#quality) has the details.\n"
+        f"(lower is better) rises from\n{dense['prose']:,.1f} to {prose[0]} by Wanda, to {prose[1]} by SparseGPT, and "
+        f"to {prose[2]} by F-Wanda with our default allocation `global`, all calibrated on C4, a collection\nof web "
+        "text. With `--allocation auto`, calibrated on C4 and on text that the model writes itself, it rises only to "
+        f"**{auto['prose']:,.1f}**. On code, in\nthe same order, it rises from {dense['code']:,.1f} to "
+        f"{', '.join(code)} and **{auto['code']:,.1f}**. The weights were dequantised from a 4-bit\nfile; "
+        "[Quality](#quality) has the details.\n"
     )
 
 
@@ -140,7 +141,7 @@ def caption(result: dict) -> str:
     told = f"seeds {', '.join(map(str, seeds))} (mean ± standard deviation)" if repeated else f"seed {seeds[0]}"
     dense = ", ".join(f"{without_suffix(name)} {shown([value], name)}" for name, value in result["dense"].items())
     return (
-        f"{result['model']}, {result['dtype']}, {machine_line(result)}; "
+        f"Recipe `{result['recipe']}`: {result['model']}, {result['dtype']}, {machine_line(result)}; "
         f"{calibrated}{texts}, {told}. Dense: {dense}.{zero_shot(result)}"
     )
 

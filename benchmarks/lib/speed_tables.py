@@ -119,7 +119,8 @@ def readme(folder: Path = RESULTS) -> str:
     run = runs[used[0]]
     protocol = (
         f"The whole run: shape of {run['shape']}, random weights, {run['tokens']} calibration tokens, {run['dtype']}, "
-        f"`{run['allocation']}` allocation, {run['sparsity']} removed, compiled, warm; joules are gross."
+        f"`{run['allocation']}` allocation, {run['sparsity']} removed, backward pass on all windows, compiled, warm; "
+        "joules are gross."
     )
     return f"{caption(measured[name] for name in used)} {protocol}\n\n{table(head, rows)}"
 
