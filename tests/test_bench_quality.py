@@ -109,7 +109,7 @@ def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tm
     }  # fmt: skip
     (tmp_path / "quality-m.json").write_text(json.dumps(result))
     assert quality_table(tmp_path).splitlines()[:6] == [
-        "m, float32, c, torch 2, today; 4 windows of 24 of code (with BOS), seed 0. Dense: perplexity code 9.0,"
+        "Recipe `r`: m, float32, c, torch 2, today; 4 windows of 24 of code (with BOS), seed 0. Dense: perplexity code 9.0,"
         " zero-shot 0.600."
         " Zero-shot: 70 examples, one accuracy has a standard error of 0.010.",
         "",
@@ -159,8 +159,9 @@ def test_the_table_of_the_readme_has_means_and_the_best_in_bold(tmp_path):
         "| F-Wanda | auto | C4 and code | **899.0** | 26.0 | **24.0** |",
     ]
     told = " ".join(benchmark("render.py", "--print", "readme-result", "--results", str(tmp_path)).stdout.split())
-    assert "rises from 21.8 to 905.0 by Wanda, to 904.0 by SparseGPT, and to **900.0** by F-Wanda" in told
-    assert "On code it rises from 6.5 to 20.0, 21.0 and **25.0**" in told
+    assert "rises from 21.8 to 905.0 by Wanda, to 904.0 by SparseGPT, and to 902.0 by F-Wanda with our default" in told
+    assert "that the model writes itself, it rises only to **900.0**" in told
+    assert "On code, in the same order, it rises from 6.5 to 20.0, 21.0, 23.0 and **25.0**" in told
 
 
 @pytest.mark.parametrize(
