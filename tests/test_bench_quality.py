@@ -109,8 +109,8 @@ def test_settings_that_differ_otherwise_and_accuracies_have_rows_of_their_own(tm
     }  # fmt: skip
     (tmp_path / "quality-m.json").write_text(json.dumps(result))
     assert quality_table(tmp_path).splitlines()[:6] == [
-        "Recipe `r`: m, float32, c, torch 2, today; 4 windows of 24 of code (with BOS), seed 0. Dense: perplexity code 9.0,"
-        " zero-shot 0.600."
+        "Recipe `r`: m, float32, c, torch 2, today; 4 windows of 24 of code (with BOS), seed 0. Dense: perplexity code"
+        " 9.0, zero-shot 0.600."
         " Zero-shot: 70 examples, one accuracy has a standard error of 0.010.",
         "",
         "|  | code, 0.5 | zero-shot, 0.5 |",
