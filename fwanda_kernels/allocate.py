@@ -35,8 +35,8 @@ def allocate_row_budgets(v: Tensor, total: int, *, k_min: int = 1, k_max: int, b
     Rule: x_i = clamp(lambda * v_i, k_min, k_max), with the lambda for which the x_i sum to total. The x_i are rounded
     down; then the rows with the largest remainders get one more each, among equal remainders the lowest row first. Rows
     with v_i = 0 stay at k_min until all others are at k_max; what is left is spread evenly over them. A v_i below
-    2^-900 of the largest counts as 0. Source: the paper, equation 3 and algorithm 2 (which clamps both bounds at once
-    and can lose the total).
+    2^-900 of the largest counts as 0. Source: the F-Wanda paper, equation 3 and algorithm 2 (which clamps
+    both bounds at once and can lose the total).
     """
     op = "allocate_row_budgets"
     total, k_max = as_count(op, "total", total), as_count(op, "k_max", k_max)

@@ -56,7 +56,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         ...     loss_sum(model(batch)).backward()
         >>> scale = stats["fc"].norm
 
-    Source: the paper, algorithm 1, lines 1 and 2.
+    Source: the F-Wanda paper, algorithm 1, lines 1 and 2.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], initial: Mapping[str, LayerStatistics] | None = None):

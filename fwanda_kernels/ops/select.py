@@ -67,8 +67,8 @@ def row_topk_mask(
         ValueError: a shape, dtype, device or int keep does not fit; without `bad`, a value does not.
 
     Tie rule: the score is one rounded fp32 product; among equal scores the lowest column is removed first.
-    Moves 3 B per bf16 weight, about 27 B with `among`. Source: Sun et al. 2024 (Wanda), equation 1; the paper,
-    equation 1.
+    Moves 3 B per bf16 weight, about 27 B with `among`. Source: Sun et al. 2024 (Wanda), equation 1; with a
+    keep of its own for each row, the F-Wanda paper, algorithm 1.
     """
     keep = _check_selection("row_topk_mask", weight, scale, keep, bad)
     if among is None:

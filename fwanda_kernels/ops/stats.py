@@ -49,7 +49,7 @@ def accumulate_sq_sums_(acc: Tensor, x: Tensor, *, token_mask: Tensor | None = N
     Raises:
         ValueError: a shape, dtype or device does not fit.
 
-    Moves the bytes of x once. NaN and inf pass through into acc. Source: the paper, algorithm 1, lines 1 and 2.
+    Moves the bytes of x once. NaN and inf pass through into acc. Source: the F-Wanda paper, algorithm 1, lines 1 and 2.
     """
     checks.expect_tokens("accumulate_sq_sums_", x, token_mask)
     checks.expect("accumulate_sq_sums_", "acc", acc, x.shape[-1:], FP32, x)

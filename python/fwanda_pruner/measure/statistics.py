@@ -273,8 +273,8 @@ def measure_statistics(
             finite.
 
     The loss is the SUM of the next-token losses, so that omega does not depend on the window length. All parameters are
-    frozen: the backward pass forms gradients of activations only. Source: the paper, algorithm 1; for "true" and "mean"
-    its ablation "Which Fisher matters".
+    frozen: the backward pass forms gradients of activations only. Source: the F-Wanda paper, algorithm 1; for "true"
+    and "mean" its ablation "Which Fisher matters".
     """
     if fisher is None or fisher_windows is None or len(fisher_windows) == len(tokens):
         statistics = _measure(engine, tokens, fisher, seed, unfinished)
