@@ -222,7 +222,7 @@ def _load(backend: str, device: str, name: str) -> Callable:
     found = importlib.util.find_spec(module, __package__) is not None
     kernel = getattr(importlib.import_module(module, __package__), name, None) if found else None
     if kernel is None:
-        raise ImportError("not implemented by this backend")
+        raise ImportError("has no kernel for this op")
     return kernel
 
 

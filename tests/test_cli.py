@@ -434,6 +434,23 @@ def test_doctor_says_what_is_here(capsys):
     assert f"torch           {torch.__version__.split('+')[0]}" in out and "row_topk_mask" in out
 
 
+def test_doctor_names_each_package_once(capsys):
+    assert main(["doctor"]) == 0
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
+    assert len(names) == len(set(names)) and "triton" in names
+
+
+def test_what_torchao_misses_of_another_torch_is_not_shown(monkeypatch, capsys, caplog):
+    def describe() -> str:
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).warning("Failed to load a library")
+        return "done"
+
+    monkeypatch.setattr("fwanda_pruner.doctor.describe", describe)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr() == ("done\n", "") and caplog.text == ""
+
+
 def test_doctor_says_how_to_install_what_is_missing_and_only_that(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.setattr("fwanda_kernels.explain", lambda op: {"cpu": {"native": "not built; run a command"}})

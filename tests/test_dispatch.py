@@ -139,7 +139,10 @@ def test_triton_forced_on_cpu_names_the_interpreter():
 
 
 def test_op_that_a_backend_lacks_is_refused_by_name():
-    with fk.use_backend("native"), pytest.raises(fk.BackendError, match="obs_factor.*native: not "):
+    with (
+        fk.use_backend("native"),
+        pytest.raises(fk.BackendError, match="obs_factor.*native: (not built|has no kernel)"),
+    ):
         fk.obs_factor(torch.eye(3))
 
 

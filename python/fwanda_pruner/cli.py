@@ -49,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     _take_any_text()
     warnings.showwarning = lambda message, *_args, **_kwargs: _warn(" ".join(str(message).split()))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; a failure is one line of ours
+    # transformers imports torchao, which fwanda does not use; what torchao misses of another torch is no news here
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with contextlib.suppress(ValueError):  # only the main thread may
         for number in _ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup

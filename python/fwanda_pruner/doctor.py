@@ -16,7 +16,7 @@ from .run.energy import EnergyMeter
 
 _OPTIONAL = {  # module -> what it is for, and the arguments of `pip install` for it
     "gguf": ("reading GGUF files", "gguf"),
-    "accelerate": ("reading GGUF files", "accelerate"),
+    "accelerate": ("reading GGUF files, for which transformers needs it", "accelerate"),
     "datasets": ("text by the name of a data set: c4, wikitext2", "datasets"),
     "pyarrow": ("parquet text", "pyarrow"),
     "lm_eval": ("tasks of fwanda eval and of sweeps", "lm-eval"),
@@ -30,10 +30,12 @@ _OPTIONAL = {  # module -> what it is for, and the arguments of `pip install` fo
 
 def describe() -> str:
     """Versions, optional packages, the energy meter, the cache, and the backend of each op, as lines of text."""
-    lines = [f"{name:15} {version or 'not installed'}" for name, version in versions().items()]
+    found = versions()
+    lines = [f"{name:15} {version or 'not installed'}" for name, version in found.items() if name not in _OPTIONAL]
     for package, (purpose, arguments) in _OPTIONAL.items():
+        state = f"{found.get(package) or 'installed'}: {purpose}"
         missing = importlib.util.find_spec(package) is None
-        lines.append(f"{package:15} {_missing(purpose, arguments) if missing else f'installed: {purpose}'}")
+        lines.append(f"{package:15} {_missing(purpose, arguments) if missing else state}")
     lines.append(f"{'C++ library':15} {_cpu_library()}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with EnergyMeter(device) as meter:
@@ -56,4 +58,8 @@ def _missing(purpose: str, arguments: str) -> str:
 def _cpu_library() -> str:
     """Whether the kernels for CPUs that are written in C++ are there, and what to do if not."""
     state = fwanda_kernels.explain("row_topk_mask")["cpu"]["native"]
-    return "built: faster kernels for CPUs" if state == "serves" else f"{state}, which needs a C++ compiler"
+    return (
+        "built: faster kernels for CPUs, for some of the ops below (native)"
+        if state == "serves"
+        else f"{state}, which needs a C++ compiler"
+    )

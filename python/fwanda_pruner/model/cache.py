@@ -126,10 +126,9 @@ def describe_cache() -> str:
         size = sum(file.stat().st_size for path in sums for file in path.parent.iterdir())
     except OSError:
         return f"{root} cannot be written; set FWANDA_CACHE to another folder to keep converted GGUF models"
-    return (
-        f"{root} holds {size_text(size)}, converted GGUF models: {len(sums)}; to clear it, delete the folders in it "
-        f"that hold {_SUMS}"
-    )
+    # FWANDA_CACHE may name a folder that holds other things too
+    clear = f"the folders in it that hold {_SUMS}" if os.environ.get("FWANDA_CACHE") else "the folder"
+    return f"{root} holds {size_text(size)}, converted GGUF models: {len(sums)}; to clear it, delete {clear}"
 
 
 def size_text(count: int) -> str:
