@@ -90,17 +90,17 @@ def start(job: dict, rank: int, port: int) -> int:
         os._exit(code)
 
 
-def plant(rank: int, stage: str, kind: str) -> None:
-    """Makes a rank fail where a stage begins, or where it would save the model."""
+def plant(rank: int | None, stage: str, kind: str) -> None:
+    """Makes a rank, or all of them if it is None, fail where a stage begins, or where it would save the model."""
     begin, save_pruned = Stages.__call__, save.save_pruned
 
     def faulty_stage(self, name, *args):
-        if (name.value, rank) == (stage, int(os.environ["RANK"])):
+        if name.value == stage and rank in (None, int(os.environ["RANK"])):
             fail(kind)
         return begin(self, name, *args)
 
     def faulty_save(*args, **options):
-        if ("save", rank) == (stage, int(os.environ["RANK"])):
+        if stage == "save" and rank in (None, int(os.environ["RANK"])):
             fail(kind)
         return save_pruned(*args, **options)
 
@@ -108,7 +108,9 @@ def plant(rank: int, stage: str, kind: str) -> None:
 
 
 def fail(kind: str) -> None:
-    """What happens to the rank: it is killed, its memory or its disk is full."""
+    """What happens to the rank: it is killed, told to stop, or its memory or its disk is full."""
+    if kind == "Ctrl-C":
+        raise KeyboardInterrupt
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "memory":

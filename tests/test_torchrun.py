@@ -121,6 +121,15 @@ def test_a_rank_that_fails_ends_all_with_one_line_and_the_run_resumes_on_other_r
     assert left(tmp_path) == ["out"]
 
 
+@pytest.mark.fault("Ctrl-C")
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(folder, tmp_path, launcher):
+    command = arguments(folder, tmp_path / "out", method=METHOD)
+    done = launcher.run(2, tmp_path / "streams", command, (None, "prune", "Ctrl-C"))
+    assert done.codes == [130, 130]
+    expected = "fwanda: error: rank 0 of 2: interrupted; continue with the same command and --resume"
+    assert own_lines(done.stderr)[-1] == expected and done.stderr.count("interrupted") == 1
+
+
 @pytest.mark.fault("ranks resume")
 def test_one_process_does_not_resume_what_ranks_began(folder, tmp_path, launcher):
     command = arguments(folder, tmp_path / "out", method=METHOD)

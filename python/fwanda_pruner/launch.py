@@ -141,7 +141,7 @@ class Job:
             return self._named(message)
         if own:
             return self._named(message) if self._claims() else None
-        end = time.monotonic() + _CLAIM_SECONDS
+        end = time.monotonic() + _CLAIM_SECONDS + (self.rank > 0)  # after Ctrl-C, rank 0 knows whether --resume works
         while time.monotonic() < end:
             if self._claimed():
                 return None
