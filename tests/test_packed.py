@@ -170,6 +170,8 @@ def test_pruning_writes_packed_and_the_command_line_converts_both_ways(tmp_path,
     files = [load_file(f"{name}/model.safetensors") for name in ("packed", "again")]
     assert files[0].keys() == files[1].keys() and all(torch.equal(files[0][key], files[1][key]) for key in files[0])
     assert run("report", "packed")[0] == 0
+    records = [json.loads((tmp_path / name / "fwanda.json").read_text()) for name in ("dense", "packed")]
+    assert records[0]["seconds"] == records[1]["seconds"]  # those of the run, not of the copy
     windows = ("--eval", "sample", "--eval-windows", "1", "--eval-seqlen", "32")
     measured = [json.loads(run("eval", name, *windows)[1]) for name in ("packed", "dense")]
     assert {**measured[0], "model": ""} == {**measured[1], "model": ""}
@@ -183,8 +185,8 @@ def test_pruning_writes_packed_and_the_command_line_converts_both_ways(tmp_path,
         (("unpack", "dense", "--output", "x"), "dense is not packed"),
         (("pack", "model", "--output", "x"), "the model is dense"),
         (("pack", "dense", "--output", "dense"), "choose another folder"),
-        (("pack", "nosuch", "--force", "--output", "x"), "nosuch is no folder of a model"),
-        (("unpack", "nosuch", "--output", "x"), "nosuch is no folder of a model"),
+        (("pack", "nosuch", "--force", "--output", "x"), "model 'nosuch': no such folder; check the path"),
+        (("unpack", "nosuch", "--output", "x"), "model 'nosuch': no such folder; check the path"),
         (("bench", "packed", "--prompts", "200000"), "at most 131072 tokens, --prompts asks for 200000"),
         (("bench", "packed", "--tokens", "200000"), "at most 131072 tokens, --tokens asks for 200020"),
         (("prune", "model", "--save", "packed", "--sparsity", "0.1", "--output", "x"), "at least 15 % zeros"),

@@ -59,9 +59,8 @@ def unpack_folder(source: str | Path, output: str | Path, *, overwrite: bool = F
 
 def _check_folder(source: str | Path) -> None:
     if not Path(source, "config.json").is_file():
-        raise UserError(
-            f"{source} is no folder of a model, which has a config.json; check the path, or download it first"
-        )
+        problem = "the folder has no config.json" if Path(source).is_dir() else "no such folder"
+        raise UserError(f"model {str(source)!r}: {problem}; check the path, or download the model first")
 
 
 def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, overwrite: bool) -> str:

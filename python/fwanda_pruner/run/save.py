@@ -59,8 +59,9 @@ def save_pruned(
         model: the pruned model; written in its own dtype. One that is packed is written packed, and its `report.config`
             says so.
         tokenizer: None writes none.
-        report: its pruned `matrices` say how many zeros the files must hold. Its `seconds` gain the time of saving, its
-            `warnings` what the new folder lacks of the old one.
+        report: its pruned `matrices` say how many zeros the files must hold. Its `seconds` gain the time of saving,
+            unless they have one: a copy keeps the seconds of the run. Its `warnings` gain what the new folder lacks of
+            the old one.
         output: the folder to be made. Missing parents are made.
         overwrite: replace a folder that is not empty.
         note: what else was done to the model, such as fine-tuning after prune(), which the numbers of the report do not
@@ -89,7 +90,7 @@ def save_pruned(
         dense.give_shares(model)
         return
     with _advice_on_zeros(), atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
-        with timed(report.seconds, StageName.SAVE):
+        with timed({} if StageName.SAVE.value in report.seconds else report.seconds, StageName.SAVE):
             form.write(folder, model, tokenizer)
             unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
