@@ -160,9 +160,26 @@ def test_eval_without_a_text_reads_sample(folder, capsys):
     assert (text["source"], text["windows"]) == ("sample", 2)
 
 
-def test_eval_of_a_folder_that_is_not_there_says_so(tmp_path, capsys):
-    assert main(["eval", str(tmp_path / "nothere")]) == 2
-    check_one_line(capsys, "nothere")
+def test_eval_says_what_it_chose_about_bos_unless_the_flag_or_the_record_did(folder, tmp_path, capsys):
+    flags = ["--eval", str(folder / "eval.txt"), "--eval-seqlen", "24", "--eval-windows", "2"]
+    assert main(["eval", str(folder / "model"), *flags]) == 0
+    out, error = capsys.readouterr()
+    lines = {
+        True: f"BOS before each window: it lowers the loss on {folder / 'eval.txt'}; --bos none leaves it out",
+        False: f"no BOS: it does not lower the loss on {folder / 'eval.txt'}; --bos window puts it before each window",
+    }
+    assert lines[json.loads(out)["perplexity"][0]["bos"]] in error.splitlines()
+    assert main(arguments(folder, tmp_path / "out")) == 0
+    capsys.readouterr()
+    for command in (["eval", str(folder / "model"), *flags, "--bos", "none"], ["eval", str(tmp_path / "out"), *flags]):
+        assert main(command) == 0
+        assert "BOS" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("--eval", "missing.txt")])
+def test_eval_of_a_folder_that_is_not_there_says_so(flags, tmp_path, capsys):
+    assert main(["eval", str(tmp_path / "nothere"), *flags]) == 2
+    check_one_line(capsys, f"model '{tmp_path}/nothere': no such folder")
 
 
 def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(folder, tmp_path, capsys):

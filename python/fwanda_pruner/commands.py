@@ -355,6 +355,7 @@ def evaluate(args: argparse.Namespace) -> Result:
         model, tokenizer = _load(args, config, streams=not tasks, packed=True)
         begin_stage("perplexity and zeros")
         result = evaluate_model(model, tokenizer, config=config)
+        _tell_of_bos(config, tokenizer, result["perplexity"])
         if tasks:
             begin_stage("tasks")
             result["lm_eval"] = _on_first(lambda: evaluate_tasks(model, tokenizer, tasks, **settings))
@@ -390,6 +391,17 @@ def _as_recorded(model: str, config: PruneConfig) -> PruneConfig:
         config = replace(config, bos={None: "auto", True: "window", False: "none"}[report.bos])
     lengths = {text["seqlen"] for text in report.perplexity}
     return replace(config, eval_seqlen=lengths.pop()) if config.eval_seqlen is None and len(lengths) == 1 else config
+
+
+def _tell_of_bos(config: PruneConfig, tokenizer, perplexity: list[dict]) -> None:
+    """Says what --bos auto chose: another text could choose otherwise, and the perplexities would differ."""
+    if not perplexity or config.bos != "auto" or tokenizer.bos_token_id is None:
+        return
+    first = perplexity[0]
+    if first["bos"]:
+        say(f"BOS before each window: it lowers the loss on {first['source']}; --bos none leaves it out")
+    else:
+        say(f"no BOS: it does not lower the loss on {first['source']}; --bos window puts it before each window")
 
 
 def _task_settings(args: argparse.Namespace) -> dict:

@@ -153,8 +153,8 @@ class PruneConfig:
     bos: str = _setting(
         "bos",
         "auto",
-        "whether each window starts with the BOS token. auto: if that lowers the loss of the dense model; none: never; "
-        "window: always",
+        "whether each window starts with the BOS token. auto: if that lowers the loss of the dense model on the first "
+        "window of the calibration (of --eval, if no calibration is read); none: never; window: always",
         ("auto", "none", "window"),
     )
     eval: tuple[str, ...] = _setting(
