@@ -199,6 +199,9 @@ def test_a_name_of_no_text_is_refused_before_the_model_is_read(flags, message, t
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["a"]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_args, **_options: rows)
-    assert main(["prune", str(tmp_path / "no model"), "--output", str(tmp_path / "out"), *flags]) == 2
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("not read")
+    assert main(["prune", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *flags]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and message in error[0]

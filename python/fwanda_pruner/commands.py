@@ -93,8 +93,12 @@ def _check_texts(
     eval: Sequence[str] = (),
     local: bool = False,
 ) -> None:
-    """Read texts before the model is loaded, so that a mistake shows at once; with `local`, no data sets."""
-    from .model.load import lacks_tokenizer
+    """Read texts before the model is loaded, so that a mistake shows at once; with `local`, no data sets.
+
+    Raises:
+        UserError: a text cannot be read; or the model has a wrong name, which is then said first.
+    """
+    from .model.load import check_name, lacks_tokenizer
     from .text.sources import check_source
 
     if (calibration or eval) and not local and lacks_tokenizer(model):
@@ -104,8 +108,12 @@ def _check_texts(
         )
     calibration = [source.name for source in parse_sources(tuple(calibration))]
     flags = {"--calibration": calibration, "--guard": guards, "--eval": eval}
-    for flag, source in ((flag, name) for flag, names in flags.items() for name in names):
-        check_source(source, flag, purpose="eval" if flag == "--eval" else "calibration", local=local)
+    try:
+        for flag, source in ((flag, name) for flag, names in flags.items() for name in names):
+            check_source(source, flag, purpose="eval" if flag == "--eval" else "calibration", local=local)
+    except UserError:
+        check_name(model)
+        raise
 
 
 def prune(args: argparse.Namespace) -> Result:

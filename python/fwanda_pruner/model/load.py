@@ -185,6 +185,17 @@ def _check_dtype(dtype: str | None) -> None:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
+def check_name(name: str) -> None:
+    """Refuses a name that is no model's. It asks the hub where it must, and reads no weights.
+
+    Raises:
+        UserError: as load_model().
+    """
+    name = _checked_name(name)
+    if _gguf_path(name) is None and _folder(name) is None:
+        hub_options(name)
+
+
 def _checked_name(name: str | Path) -> str:
     """The name as text, if the file system can look it up."""
     if not isinstance(name, str | Path):
