@@ -64,7 +64,7 @@ def test_no_zero_becomes_a_weight_again_and_what_is_asked_is_met(run, asked, kin
             groups = groups_of_4(target.weight)
             assert ((groups != 0).sum(-1) <= n).all()
             assert not ((zero.view(groups.shape).sum(-1) <= m - n) & ((groups != 0).sum(-1) < n)).any()
-    more = report.sparsity["matrices"] - report.sparsity["asked"]
+    more = report.sparsity["matrices"] - report.asked
     assert any("were 0 before" in line for line in report.warnings) == (more >= 0.0005)
 
 

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from reports import PROTOCOL, compared, domain, make_report
+from reports import PROTOCOL, compared, domain, make_report, record
 
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.report.record import MatrixRow, Report, versions
@@ -258,12 +258,13 @@ def test_the_summary_fits_a_screen_and_shows_no_hash_and_no_class():
         matrices=[*make_report().matrices, *skipped],
         perplexity=texts,
         domains=many,
+        warnings=[f"{i} is {'long ' * 100}" for i in range(9)],
         refit={"blocks": 4, "kept": 3},
         seconds={stage: 1234.5 for stage in stages},
         config={"calibration": [d["source"] for d in many[:20]], "nsamples": 20, "seqlen": 2048},
     )
     text = summary(report)
-    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 80
     assert "and 22 more in fwanda.json" in text and "and 3 more in fwanda.json" in text
     usual = summary(compared())
     assert len(usual.splitlines()) <= 16
@@ -284,6 +285,52 @@ def test_the_next_commands_can_be_copied():
         "fwanda eval 'my model/' --eval text.txt --eval-seqlen 64 --eval-windows 3",
     ]
     assert next_commands(make_report(perplexity=[]), "out")[-1] == "fwanda eval out --eval sample"
+
+
+def test_the_next_evaluation_reads_as_few_windows_as_the_run_did():
+    def windows(**changes) -> str:
+        return next_commands(make_report(domains=compared().domains, **changes), "out")[-1].rpartition("--eval ")[2]
+
+    assert windows(perplexity=[]) == "sample --eval-windows 8"
+    assert windows(perplexity=[], config={"eval_windows": 3}) == "sample --eval-windows 3"
+    assert windows() == "text.txt"  # all windows, as in the record
+
+
+def test_the_summary_and_the_table_say_what_the_search_chose():
+    report = record()
+    assert "allocation  auto chose round 2 of response" in summary(report).splitlines()
+    assert "auto (round 2 of response)" in table([("m", report)])
+    config = report.config | {"chosen": report.config["chosen"] | {"name": "global b=1 c=0.5"}}
+    assert "allocation  auto chose global b=1 c=0.5" in summary(record(config=config)).splitlines()
+    assert "chose" not in summary(make_report())
+
+
+def test_the_summary_shows_the_first_warnings_and_counts_the_others():
+    lines = [line for line in summary(make_report(warnings=list("abcde"))).splitlines() if "warnings" in line]
+    assert lines == [*(f"warnings    {text}" for text in "abc"), "warnings    and 2 more in fwanda.json"]
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        ({"sparsity": "0.4"}, 0.4),
+        ({"sparsity": "1/3"}, 1 / 3),
+        ({"pattern": "2:4"}, 0.5),
+        ({}, 25 / 60),
+        ({"sparsity": "1e-99999999"}, 25 / 60),
+        ({"sparsity": ["x"]}, 25 / 60),
+    ],
+)
+def test_what_was_asked_is_what_the_settings_say(config, asked):
+    report = make_report(config=config)
+    assert report.asked == asked and report.sparsity["asked"] == 25 / 60
+
+
+def test_a_report_that_is_not_there_says_so(tmp_path):
+    with pytest.raises(UserError, match="nothing: no such file or folder; give a fwanda.json, or the folder that"):
+        Report.load(tmp_path / "nothing")
+    with pytest.raises(UserError, match="the folder has no fwanda.json"):
+        Report.load(tmp_path)
 
 
 def test_a_table_tells_hashes_only_where_they_tell_two_protocols_apart():
@@ -340,7 +387,7 @@ def test_without_domains_the_table_has_no_block_for_them():
 def test_summary_names_skipped_matrices_and_unmeasured_energy():
     text = summary(make_report())
     for fact in (
-        "45.00 %", "41.67 %", "15.00 %", "20.50 -> 35.25", "head (50 weights): tied", "40.00 % of the block parameters",
+        "45.00 %", "asked 50 %", "15.00 %", "20.50 -> 35.25", "head (50 weights): tied", "40.00 % of the blocks",
         "not measured: device is cpu", "3.5",
     ):  # fmt: skip
         assert fact in text

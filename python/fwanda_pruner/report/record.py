@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..config import PruneConfig
 from ..errors import UserError, one_line, refuse_pipe
 from ..setting_checks import expect_path
 from ..source_shares import SourceShare, parse_sources
@@ -144,6 +145,18 @@ class Report:
         }
 
     @property
+    def asked(self) -> float:
+        """Share of the weights to remove that the settings name; where they name none, that of the budgets.
+
+        Budgets may remove a little less: a weight is whole, and each row may have to keep some.
+        """
+        names = {name: self.config[name] for name in ("sparsity", "pattern") if self.config.get(name) is not None}
+        try:
+            return float(PruneConfig(**names).removed) if names else self.sparsity["asked"]
+        except UserError:  # a record of another version
+            return self.sparsity["asked"]
+
+    @property
     def coverage(self) -> dict[str, float]:
         """Share of the parameters that pruned matrices hold: of the decoder `blocks`, and of the whole `model`."""
         numel = sum(row.numel for row in self.matrices if row.skipped is None)
@@ -207,7 +220,8 @@ class Report:
             json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
             return cls.from_dict(data)
         except FileNotFoundError:
-            raise UserError(f"report {path}: there is no {file.name}; give a {FILE_NAME} or its folder") from None
+            problem = f"the folder has no {FILE_NAME}" if os.path.isdir(path) else "no such file or folder"
+            raise UserError(f"report {path}: {problem}; give a {FILE_NAME}, or the folder that holds it") from None
         except UserError as error:
             raise UserError(f"report {file}: {error}") from None
         except (OSError, ValueError, RecursionError, OverflowError) as error:

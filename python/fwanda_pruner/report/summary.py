@@ -13,8 +13,8 @@ from .record import FILE_NAME, MatrixRow, Report
 
 _DOMAINS = "mean loss in nats on text of several domains, before and after pruning"
 _WIDTH, _INDENT = 80, 12  # of the summary: columns of a terminal, and of its labels
-_MOST = {"perplexity": 4, "  ": 8, "skipped": 3}  # lines of a kind in the summary; fwanda.json has all
-_LONGEST_NAME = 20
+_MOST = {"perplexity": 4, "  ": 8, "skipped": 3, "warnings": 3}  # lines of a kind in the summary; fwanda.json has all
+_LONGEST_NAME, _LONGEST_WARNING = 20, 200
 
 
 def table(reports: list[tuple[str, Report]]) -> str:
@@ -88,24 +88,25 @@ def protocol_line(text: dict) -> str:
 def summary(report: Report) -> str:
     """The result of a run in a few lines of at most 80 columns, unless a name is longer: it fits a screen.
 
-    Sparsity, coverage, the text, perplexity, losses, cost, and the matrices that were skipped.
+    Sparsity, coverage, what a search chose, the text, perplexity, losses, cost, the matrices that were skipped, and the
+    first warnings.
     """
     skipped = [row for row in report.matrices if row.skipped is not None]
     wanda = ", and with Wanda's masks" if shows_wanda([report]) else ""
     sparsity, coverage = report.sparsity, report.coverage
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items())
-    notes = f"{len(report.warnings)}, listed under `warnings` in {FILE_NAME}"
     parts = [
         (
             "sparsity",
             f"{_percent(sparsity['matrices'])} of {len(report.matrices) - len(skipped)} pruned matrices"
-            f" (asked {_percent(sparsity['asked'])}), {_percent(sparsity['model'])} of the model",
+            f" (asked {100 * report.asked:.4g} %), {_percent(sparsity['model'])} of the model",
         ),
         (
             "coverage",
-            f"{_percent(coverage['blocks'])} of the block parameters lie in pruned matrices,"
-            f" {_percent(coverage['model'])} of the model's",
+            f"pruned matrices hold {_percent(coverage['blocks'])} of the blocks, {_percent(coverage['model'])} of the"
+            " model",
         ),
+        ("allocation", f"{report.config['allocation']} chose {chosen}" if (chosen := _chosen(report)) else ""),
         ("text", _calibration(report)),
         *_first(
             "perplexity",
@@ -118,7 +119,7 @@ def summary(report: Report) -> str:
         ("memory", f"{report.peak_memory_bytes / 2**30:.2f} GiB peak"),
         ("energy", _energy(report)),
         *_first("skipped", skipped_lines(skipped)),
-        ("warnings", notes if report.warnings else ""),
+        *_first("warnings", [shortened(warning, _LONGEST_WARNING) for warning in report.warnings]),
     ]
     return "\n".join(_labelled(label, text) for label, text in parts if text)
 
@@ -131,7 +132,10 @@ def next_commands(report: Report, output: str) -> list[str]:
     """
     config, folder = report.config, shlex.quote(str(output))
     texts = [text["source"] for text in report.perplexity] or ["sample"]
-    settings = {"--eval-seqlen": config.get("eval_seqlen"), "--eval-windows": config.get("eval_windows")}
+    windows = config.get("eval_windows")
+    if not report.perplexity and not windows:  # as many as took the run itself no long time
+        windows = max((domain["windows"] for domain in report.domains), default=None)
+    settings = {"--eval-seqlen": config.get("eval_seqlen"), "--eval-windows": windows}
     flags = [f"--eval {shlex.quote(text)}" for text in texts] + [f"{key} {n}" for key, n in settings.items() if n]
     page = f"fwanda report {folder} --html {shlex.quote(str(Path(output)) + '.html')}"
     return [
@@ -161,6 +165,12 @@ def _first(label: str, texts: list[str]) -> list[tuple[str, str]]:
     return [(label, text) for text in shown]
 
 
+def _chosen(report: Report) -> str:
+    """What a search chose, such as "round 2 of response"; empty without a search."""
+    name = (report.config.get("chosen") or {"name": ""})["name"]
+    return f"{name} of response" if name.startswith("round ") and report.config.get("allocation") == "auto" else name
+
+
 def _calibration(report: Report) -> str:
     """How many windows each source of the calibration got; empty if the run used none."""
     config, sources = report.config, report.sources
@@ -186,12 +196,12 @@ def _losses(report: Report) -> list[str]:
     names = [_short(domain["source"]) for domain in report.domains]
     width = max(map(len, names), default=0)
     return [
-        f"{name:{width}}  {_loss(domain['dense'])} -> {_loss(domain['pruned'])}{other}  {_windows_of(domain)}"
+        f"{name:{width}}  {_loss(domain['dense'])} -> {_loss(domain['pruned'])}{other}  {windows_of(domain)}"
         for name, other, domain in zip(names, wanda, report.domains, strict=True)
     ]
 
 
-def _windows_of(domain: dict) -> str:
+def windows_of(domain: dict) -> str:
     """Whether calibration read the text of a domain, and these windows of it."""
     if not domain["calibrated"]:
         return f"{domain['windows']} windows of other text"
@@ -240,7 +250,7 @@ def _grid(rows: list[tuple[str, Report]]) -> str:
         cells.append((
             label,
             method or "-",
-            str(report.config.get("allocation") or "-"),
+            str(report.config.get("allocation") or "-") + (f" ({chosen})" if (chosen := _chosen(report)) else ""),
             _percent(report.sparsity["matrices"]),
             *map(_change, report.perplexity),
             f"{sum(report.seconds.values()):.1f}",

@@ -26,7 +26,7 @@ from .energy import EnergyMeter
 from .stage import Stages
 from .texts import Texts, protocol
 
-_FEW_ZEROS = 0.0005  # share of the weights
+FEW_ZEROS = 0.0005  # share of the weights
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,17 @@ def report(
     )
 
 
-def warn_of_zeros(rows: Sequence[MatrixRow]) -> None:
+def warn_of_zeros(rows: Sequence[MatrixRow], asked: float) -> None:
     """Warns where zeros that were there before make the result sparser than was asked.
 
     Args:
         rows: of the pruned matrices.
+        asked: share of the weights to remove, in [0, 1].
     """
     numel = sum(row.numel for row in rows)
     before = sum(row.zeros_before for row in rows) / numel
-    asked = sum(row.numel - row.asked for row in rows) / numel
     found = sum(row.zeros for row in rows) / numel
-    if before >= _FEW_ZEROS and found - asked >= _FEW_ZEROS:
+    if before >= FEW_ZEROS and found - asked >= FEW_ZEROS:
         warn(
             f"{found:.2%} of the weights of the pruned matrices are 0, and {asked:.2%} were asked for: {before:.2%} "
             f"were 0 before, zeros stay 0, and some rows, groups or matrices held more of them than they should lose"

@@ -167,7 +167,7 @@ def run_prune(
         with stage.metered(EnergyMeter(engine.device, config.energy)) as energy:
             pruned = _prune(stage, engine, config, texts, statistics, choice)
         perplexity = outcome.perplexity(texts, dense, stages.pruned_perplexity(stage, engine, texts), tokenizer)
-        outcome.warn_of_zeros(pruned.rows)
+        outcome.warn_of_zeros(pruned.rows, float(config.removed))
         outcome.warn_of_damage(config, model, perplexity, pruned.domains)
         rows = [*pruned.rows, *(outcome.skipped_row(engine, item) for item in skipped)]
         report = outcome.report(stage, engine, config, texts, pruned, rows, perplexity, energy, sampling_energy)
