@@ -1,6 +1,7 @@
 """The command line: what it writes, and one line with exit code 2 for every mistake."""
 
 import json
+import logging
 import runpy
 import shutil
 import subprocess
@@ -63,7 +64,17 @@ def test_dry_run_lists_every_target_and_writes_nothing(folder, tmp_path, capsys)
     assert main([*arguments(folder, tmp_path / "out", "--sparsity", "0.5"), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert out.count("removes") == 14 and "model.layers.1.mlp.down_proj  [32, 48]  removes 768" in out
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and "already" not in out
+
+
+@pytest.mark.fault("existing zeros")
+@pytest.mark.parametrize("save", ["dense", "packed"])
+def test_dry_run_of_a_pruned_model_says_that_its_zeros_are_there(save, folder, tmp_path, capsys):
+    assert main(arguments(folder, tmp_path / "out", "--save", save)) == 0
+    assert main(["prune", str(tmp_path / "out"), "--sparsity", "0.7", "--dry-run", "--device", "cpu"]) == 0
+    weights = 2 * (4 * 32 * 32 - 2 * 16 * 32 + 3 * 32 * 48)
+    line = f"{weights // 2} of these weights (50.00%) are 0 already: they stay 0 and are removed first"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("allocation", ["global", "row"])

@@ -247,13 +247,17 @@ def _tell_of_state(args: argparse.Namespace, state) -> None:
 def _plan(model, config: PruneConfig) -> str:
     """What a run with these settings would remove, without a pass of text."""
     from .allocate.budgets import keep_total
+    from .engine.all_weights import count_weights
+    from .engine.engine import make_engine
     from .methods.block_loop import asked
     from .model.plain import check_plain
     from .model.targets import find_blocks
+    from .run.outcome import FEW_ZEROS
     from .run.pipeline import plan
 
     check_plain(model)
     targets, skipped = plan(model, config)
+    zeros = count_weights(make_engine(model, targets, config)).target_zeros
     size = removed = 0
     lines = []
     for target in targets:
@@ -270,6 +274,8 @@ def _plan(model, config: PruneConfig) -> str:
             f"--allocation {config.allocation} divides the removed weights among these matrices by measurements on the "
             f"text, which --dry-run does not make"
         )
+    if zeros >= FEW_ZEROS * size:
+        lines.append(f"{zeros} of these weights ({zeros / size:.2%}) are 0 already: they stay 0 and are removed first")
     total, inside = (sum(p.numel() for p in m.parameters()) for m in (model, find_blocks(model)[1]))
     shares = f"{size / inside:.2%} of the parameters of the blocks, {size / total:.2%} of the model's"
     return "\n".join([
