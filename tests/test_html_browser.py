@@ -89,6 +89,19 @@ def test_nothing_is_wider_than_the_window(browser, pages, name, width):
     assert browser.execute_script(outside, width) == []
 
 
+@pytest.mark.parametrize("name", ["one", "three"])
+@pytest.mark.parametrize("width", [375, 390])
+def test_a_phone_shows_whole_tables_of_quality_and_whole_names_of_matrices(browser, pages, name, width):
+    show(browser, pages[name], width)
+    cut = """return [...document.querySelectorAll("[aria-labelledby=quality] .scroll, .heat th")]
+        .filter(e => e.clientWidth && e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML.slice(0, 80))"""
+    assert browser.execute_script(cut) == []
+    broken = """return [...document.querySelectorAll(".heat thead th")].filter(e => {
+        const range = document.createRange(); range.selectNodeContents(e); return range.getClientRects().length > 1})"""
+    assert browser.execute_script(broken) == []
+    assert "The bar is the increase" not in browser.find_element("css selector", "[aria-labelledby=quality]").text
+
+
 def test_text_in_pictures_stays_legible_on_a_phone(browser, pages):
     show(browser, pages["one"], 390)
     script = """return [...document.querySelectorAll("svg text")].map(e => e.getBoundingClientRect().height)

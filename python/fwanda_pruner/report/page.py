@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..methods_table import METHODS
 from ..stage_names import StageName
 from .record import MatrixRow, Report
-from .summary import protocol_line
+from .summary import protocol_line, windows_of
 
 _TITLES = {name.value: name.title for name in StageName}  # of stages
 _LONGEST = 120  # blocks, and kinds of matrix, of one heat map; larger ones say what they leave out
@@ -292,15 +292,15 @@ def joules(energy: dict | str | None) -> float | None:
 def domain_groups(runs: Sequence[Run]) -> dict[str, list[dict]]:
     """Source of a domain -> what each run that was compared on it measured there.
 
-    A row has the keys of Report.domains, `run`, `increase` (of the loss by pruning, None if it is not known) and `bar`
-    (the increase as a share of the largest one on the page, in [0, 1]).
+    A row has the keys of Report.domains, `run`, `read` (its windows in words), `increase` (of the loss by pruning, None
+    if it is not known) and `bar` (the increase as a share of the largest one on the page, in [0, 1]).
     """
     groups: dict[str, list[dict]] = defaultdict(list)
     for run in runs:
         for domain in run.report.domains:
             known = domain["dense"] is not None and domain["pruned"] is not None
             increase = domain["pruned"] - domain["dense"] if known else None
-            groups[domain["source"]].append({**domain, "run": run, "increase": increase})
+            groups[domain["source"]].append({**domain, "run": run, "read": windows_of(domain), "increase": increase})
     rows = _all(groups.values())
     largest = max((row["increase"] or 0 for row in rows), default=0)
     for row in rows:
