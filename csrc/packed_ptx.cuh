@@ -1,4 +1,4 @@
-// The instructions of packed.cu that C++ has no words for. tests/emulated.h has the same functions for a CPU.
+// The instructions of packed.cu and its headers that C++ has no words for. tests/emulated.h has the same functions for a CPU.
 #pragma once
 
 #include "common.cuh"
@@ -49,30 +49,72 @@ __device__ inline int sum_of_lanes(int x) {
 __device__ inline void keep_order(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
 __device__ inline void keep_order(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
-__device__ inline void init_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// Keeps the compiler from computing x again instead of keeping it in a register.
+__device__ inline void keep(int& x) { asm volatile("" : "+r"(x)); }
+
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 16 bytes of global memory if there is need; else anything.
+__device__ inline uint4 load_global_if(const void* p, bool needed) {
+  uint4 x;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p), "r"(uint32_t(needed)));
+  return x;
+}
+
+// A number that another kernel may be writing, from the L2 cache.
+__device__ inline uint32_t load_hint(const void* p) {
+  uint32_t x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
+  return x;
+}
+
+// Into the L2 cache; a multiple of 16 bytes.
+__device__ inline void prefetch_bytes(const void* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+}
+
+// Barriers are named by their shared addresses. One opens when so many threads have arrived, and all bytes that it
+// expects have been copied.
+__device__ inline void init_barrier(uint32_t barrier, uint32_t threads) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Orders the reads and writes of this thread in shared memory before bulk copies that start later.
 __device__ inline void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The barrier opens when so many bytes have been copied.
-__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+// Arrives.
+__device__ inline void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ inline void start_copy(uint64_t* barrier, void* to, const void* from, uint32_t bytes) {
+__device__ inline void start_copy(uint32_t barrier, void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-__device__ inline void wait_copy(uint64_t* barrier, uint32_t parity) {
+// 16 bytes, past the queue of the bulk copies. The barrier is the one of arrive_after_copies().
+__device__ inline void copy_16(uint32_t barrier, void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// Arrives when the copies of 16 bytes that this thread has started are there.
+__device__ inline void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void wait_copy(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done)
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                  : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "r"(barrier), "r"(parity)
                  : "memory");
 }
 

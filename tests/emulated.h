@@ -1,4 +1,4 @@
-// Runs csrc/packed.cu on a CPU: each thread of a cluster is a coroutine, and those that meet in a collective wait for each other.
+// Runs csrc/packed.cu and its headers on a CPU: each thread of a cluster is a coroutine, and those that meet in a collective wait for each other.
 // Takes the place of packed_ptx.cuh. Bulk copies arrive late, and until then their target holds garbage; after the
 // shared memory of a block comes a page that cannot be read.
 #include <sys/mman.h>
@@ -56,7 +56,7 @@ inline std::vector<Block> blocks;
 inline Meeting cluster;
 inline Thread* now;
 inline ucontext_t scheduler;
-inline unsigned block_size, shared_bytes;
+inline unsigned block_size, grid_size, shared_bytes;
 inline void (*kernel)();
 constexpr unsigned kBase = 1024;  // shared address of the dynamic memory
 
@@ -105,7 +105,7 @@ inline void run_cluster() {
 
 // Runs `grid` blocks of `size` threads, `in_cluster` at a time.
 inline void launch(void (*function)(), unsigned grid, unsigned size, unsigned in_cluster, unsigned shared) {
-  kernel = function, block_size = size, shared_bytes = shared;
+  kernel = function, grid_size = grid, block_size = size, shared_bytes = shared;
   const size_t page = 4096, room = (shared + page - 1) / page * page;
   threads = std::vector<Thread>(size_t(size) * in_cluster);
   for (unsigned first = 0; first < grid; first += in_cluster) {
@@ -133,6 +133,7 @@ inline void launch(void (*function)(), unsigned grid, unsigned size, unsigned in
 
 inline uint3 thread_index() { return {now->index}; }
 inline uint3 block_index() { return {now->block->index}; }
+inline uint3 size_of_grid() { return {grid_size}; }
 inline uint3 size_of_block() { return {block_size}; }
 
 }  // namespace emulated
@@ -140,6 +141,7 @@ inline uint3 size_of_block() { return {block_size}; }
 #define threadIdx emulated::thread_index()
 #define blockIdx emulated::block_index()
 #define blockDim emulated::size_of_block()
+#define gridDim emulated::size_of_grid()
 #define dynamic_shared (emulated::now->block->memory)
 
 inline void __syncwarp() { emulated::meet_warp(); }
@@ -198,23 +200,56 @@ inline int sum_of_lanes(int x) {
 
 inline void keep_order(uint32_t&) {}
 inline void keep_order(float&) {}
+inline void keep(int&) {}
 inline void fence_copies() {}
-inline void init_barrier(uint64_t* barrier) { *barrier = 0; }
+inline float reciprocal(float x) { return 1 / x; }
 
-// A barrier: how often it has opened; in its upper half the bytes that are missing.
-inline void expect_bytes(uint64_t* barrier, uint32_t bytes) { *barrier += uint64_t(bytes) << 32; }
+inline uint4 load_global_if(const void* p, bool needed) {
+  if (!needed) return {~0u, ~0u, ~0u, ~0u};
+  uint4 x;
+  memcpy(&x, p, 16);
+  return x;
+}
 
-inline void start_copy(uint64_t* barrier, void* to, const void* from, uint32_t bytes) {
+// As if another kernel were writing what is read: any number.
+inline uint32_t load_hint(const void*) { return uint32_t(rand()) << 4 ^ uint32_t(rand()) >> (rand() & 31); }
+
+inline void prefetch_bytes(const void* p, uint32_t bytes) {
+  if (bytes % 16 || !bytes) emulated::fail("a wrong prefetch");
+  volatile unsigned char x = static_cast<const unsigned char*>(p)[0];
+  x = static_cast<const unsigned char*>(p)[bytes - 1];  // a page that does not exist is an error here
+}
+
+// A barrier: how often it has opened; in its upper half the bytes that are missing, and the threads if there are several.
+inline uint64_t& barrier_at(uint32_t address) { return *reinterpret_cast<uint64_t*>(dynamic_shared + address - emulated::kBase); }
+
+inline void init_barrier(uint32_t barrier, uint32_t threads) {
+  barrier_at(barrier) = threads > 1 ? uint64_t(threads) << 32 : 0;
+}
+
+inline void expect_bytes(uint32_t barrier, uint32_t bytes) { barrier_at(barrier) += uint64_t(bytes) << 32; }
+
+inline void start_copy(uint32_t barrier, void* to, const void* from, uint32_t bytes) {
   auto* const target = static_cast<unsigned char*>(to);
   auto& block = *emulated::now->block;
   const size_t place = target - block.memory;
   if (bytes % 16 || place % 16 || place + bytes > emulated::shared_bytes) emulated::fail("a wrong copy");
   memset(target, 0xa5, bytes);
-  block.copies.push_back({barrier, target, static_cast<const unsigned char*>(from), bytes, rand() % 8});
+  block.copies.push_back({&barrier_at(barrier), target, static_cast<const unsigned char*>(from), bytes, rand() % 8});
 }
 
-inline void wait_copy(uint64_t* barrier, uint32_t parity) {
-  while ((*barrier & 1) == parity) emulated::yield();
+inline void copy_16(uint32_t barrier, void* to, const void* from) {
+  expect_bytes(barrier, 16), start_copy(barrier, to, from, 16);
+}
+
+inline void arrive_after_copies(uint32_t barrier) {
+  auto& state = barrier_at(barrier);
+  state -= 1ull << 32;
+  if (state >> 32 == 0) ++state;
+}
+
+inline void wait_copy(uint32_t barrier, uint32_t parity) {
+  while ((barrier_at(barrier) & 1) == parity) emulated::yield();
 }
 
 inline void wait_for_last_kernel() {}

@@ -13,14 +13,14 @@ from helpers_packed import make_mask
 import fwanda_kernels as fk
 from fwanda_kernels.testing import make_weight
 
-KERNELS = ("packed_linear_8", "packed_linear_16", "unpack")
+KERNELS = ("packed_linear_8", "packed_linear_16", "packed_linear_direct", "unpack")
 CALL = """
 static fwanda::PackedLinear argument;
 extern "C" void run(int kernel, const fwanda::PackedLinear* p, unsigned blocks, unsigned size, unsigned cluster,
                     unsigned shared) {
   argument = *p;
   void (*kernels[])() = {[] { fwanda::packed_linear_8(argument); }, [] { fwanda::packed_linear_16(argument); },
-                         [] { fwanda::unpack(argument); }};
+                         [] { fwanda::packed_linear_direct(argument); }, [] { fwanda::unpack(argument); }};
   emulated::launch(kernels[kernel], blocks, size, cluster, shared);
 }
 """
@@ -47,12 +47,11 @@ def run(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("emulated")
-    for name in ("common.cuh", "bad.h"):
-        shutil.copy(ROOT / "csrc" / name, folder)
+    for name in ("common.cuh", "bad.h", "packed_chunks.cuh", "packed_decode.cuh", "packed.cu"):
+        lines = (ROOT / "csrc" / name).read_text().splitlines()
+        (folder / name).write_text("\n".join(line for line in lines if not line.startswith("extern __shared__")))
     shutil.copy(ROOT / "tests" / "emulated.h", folder / "packed_ptx.cuh")
-    text = (ROOT / "csrc" / "packed.cu").read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("extern __shared__")]
-    (folder / "packed.cpp").write_text("\n".join(lines) + CALL)
+    (folder / "packed.cpp").write_text('#include "packed.cu"\n' + CALL)
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-DWEIGHT=Bf16", "-DTHREADS=512"]
     subprocess.run([compiler, *options, "-o", "packed.so", "packed.cpp"], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "packed.so"))
@@ -102,9 +101,16 @@ def test_products_do_not_depend_on_how_they_are_divided(run, packed, tiles, clus
     check_product(run, packed, make_mask("rows differ", 70, 2056), 3, division)
 
 
+@pytest.mark.parametrize("tokens", [1, 13])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_products_are_right_without_a_copy_of_x(run, packed, cluster, tokens):
+    division = packed.fit(2, cluster, 1096, tokens, SHARED, 5, direct=True)
+    check_product(run, packed, make_mask("rows differ", 70, 1096), tokens, division)
+
+
 @pytest.mark.parametrize("kind", ["half", "all", "blocks"])
 def test_products_are_right_with_the_smallest_buffers(run, packed, kind):
-    division = packed.fit(2, 1, 5000, 2, 42_000, 2)
+    division = packed.fit(2, 1, 5000, 5, 73_000, 2)
     assert division.buffer < 1.5 * packed.LARGEST_CHUNK
     check_product(run, packed, make_mask(kind, 40, 5000), 5, division)
 

@@ -16,37 +16,39 @@ from .layout import Layout
 
 about = partial(_about, "packed")
 
-PACKED = Layout("PackedLinear", "P packed, P x, P bias, P out, i rows, i columns, i tokens, i tiles, i buffer")
+PACKED = Layout("PackedLinear", "P packed, P x, P bias, P out, i rows, i columns, i tokens, i tiles, i buffer, i units")
 TILE_ROWS, CHUNK_COLUMNS = 16, 256
 WARPS, UNPACK_WARPS = 16, 8  # of a block
-LEAST_WARPS = 3  # rather several launches of fewer tokens
-HEAD_BYTES = 528  # the struct Shared of the .cu file
+HEAD_BYTES = 560  # the struct Shared of the .cu file
 OVERRUN = 512  # bytes that loads may read past the last buffer
 LARGEST_CHUNK = 512 + 2 * TILE_ROWS * CHUNK_COLUMNS
 TOKENS = 8  # that share one launch of tensor-core instructions
-MAX_TOKENS, MAX_CLUSTER, MAX_TILES = 16, 8, 64
-MAX_COLUMNS = 1 << 18  # so that one token of a cluster fits in shared memory
-CLUSTER_COST = 3  # in chunks: what the sums cost when the blocks of a cluster double
+MAX_TOKENS, MAX_CLUSTER, MAX_TILES = 16, 2, 64  # GPUs have too few places for clusters of 4 and 8 large blocks
+MAX_COLUMNS = 1 << 18  # so that 64 tiles have fewer than 2^20 chunks
+# Fitted to 27 products on an H200: time, in chunks of the busiest multiprocessor, grows by these factors
+WARP_COST = 4.8  # 0.7 + 4.8 / warps
+CLUSTER_COST, TOKEN_COST = 1.02, 0.01  # if two blocks add up their sums; for each token
+DIRECT_COST = 1.3  # if x is not copied
 
 
 class Division(NamedTuple):
     """How a product is divided.
 
     Attributes:
-        tokens: of one launch.
-        tiles: of 16 rows that a cluster owns; each of its blocks has a range of their columns.
+        tiles: of 16 rows that a cluster owns at most; each of its blocks has a range of their columns.
         cluster: blocks of a cluster.
         warps: of a block.
         buffer: bytes of shared memory into which a warp copies chunks.
         shared: bytes of dynamic shared memory of a block.
+        direct: x is not copied to shared memory.
     """
 
-    tokens: int
     tiles: int
     cluster: int
     warps: int
     buffer: int
     shared: int
+    direct: bool
 
 
 def unpack_weight(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -74,27 +76,23 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
 def plan_unpack(packed: Tensor, rows: int, columns: int, out: Tensor) -> list[Launch]:
     """One launch that writes out [R, C]."""
     tiles = -(-rows // TILE_ROWS)
-    argument = PACKED.pack(packed.data_ptr(), 0, 0, out.data_ptr(), rows, columns, 0, 1, LARGEST_CHUNK)
+    argument = PACKED.pack(
+        packed.data_ptr(), 0, 0, out.data_ptr(), rows, columns, 0, 1, LARGEST_CHUNK, len(packed) // 16
+    )
     shared = HEAD_BYTES + UNPACK_WARPS * LARGEST_CHUNK + OVERRUN
     return [Launch(_module(out.dtype), "unpack", tiles, 32 * UNPACK_WARPS, (argument,), shared)]
 
 
 def plan_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, division: Division) -> list[Launch]:
-    """Launches that write out [T, R], T at most 16; there is one if shared memory has room for all tokens."""
-    columns, rows = x.shape[1], out.shape[1]
-    blocks = -(-rows // (TILE_ROWS * division.tiles)) * division.cluster
-    launches = []
-    for part, result in zip(x.split(division.tokens), out.split(division.tokens), strict=True):
-        argument = PACKED.pack(
-            packed.data_ptr(), part.data_ptr(), 0 if bias is None else bias.data_ptr(), result.data_ptr(),
-            rows, columns, len(part), division.tiles, division.buffer,
-        )  # fmt: skip
-        kernel = "packed_linear_8" if len(part) <= TOKENS else "packed_linear_16"
-        threads, shared, size = 32 * division.warps, division.shared, division.cluster
-        launches.append(
-            Launch(_module(x.dtype), kernel, blocks, threads, (argument,), shared, early=True, cluster=size)
-        )
-    return launches
+    """One launch that writes out [T, R], T at most 16."""
+    (tokens, columns), rows, size = x.shape, out.shape[1], division.cluster
+    argument = PACKED.pack(
+        packed.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+        rows, columns, tokens, division.tiles, division.buffer, len(packed) // 16,
+    )  # fmt: skip
+    kernel = "packed_linear_direct" if division.direct else f"packed_linear_{TOKENS * _groups(tokens)}"
+    blocks, threads = -(-rows // (TILE_ROWS * division.tiles)) * size, 32 * division.warps
+    return [Launch(_module(x.dtype), kernel, blocks, threads, (argument,), division.shared, early=True, cluster=size)]
 
 
 @cache
@@ -107,42 +105,44 @@ def divide(rows: int, columns: int, tokens: int, processors: int, shared: int) -
         shared: bytes of shared memory that a block may have.
     """
     tiles, chunks = -(-rows // TILE_ROWS), -(-columns // CHUNK_COLUMNS)
-    least, best = None, None
-    for doublings in range(MAX_CLUSTER.bit_length()):
-        size = 1 << doublings
-        if size > chunks:
-            break
-        # the blocks of a large cluster lie in one group of 16 or more multiprocessors
-        clusters = max(1, processors // size if size < 4 else processors // 16 * (16 // size))
+    found = []
+    for size in range(1, min(MAX_CLUSTER, chunks) + 1):
+        clusters = max(1, processors // size)
         own = min(MAX_TILES, -(-tiles // clusters))
-        waves = -(-tiles // (own * clusters))
-        # the more of shared memory x takes, the fewer bytes of the weight are on their way
-        work = waves * own * -(-chunks // size) * (1 + _x_bytes(columns, size, tokens) / shared)
-        cost = work + CLUSTER_COST * doublings
-        division = fit(own, size, columns, tokens, shared)
-        if division and (division.warps >= LEAST_WARPS or tokens == 1) and (least is None or cost < least):
-            least, best = cost, division
-    return best or divide(rows, columns, -(-tokens // 2), processors, shared)
+        for direct in (False, True):
+            division = fit(own, size, columns, tokens, shared, direct=direct)
+            if division is None:
+                continue
+            waves = -(-tiles // (division.tiles * clusters))
+            cost = waves * division.tiles * -(-chunks // size) * (1 - WARP_COST / WARPS + WARP_COST / division.warps)
+            if size > 1:
+                cost *= CLUSTER_COST + TOKEN_COST * tokens
+            if direct:
+                cost *= DIRECT_COST
+            found.append((cost, division))
+    return min(found)[1]
 
 
-def fit(tiles: int, cluster: int, columns: int, tokens: int, shared: int, warps: int = WARPS) -> Division | None:
+def fit(
+    tiles: int, cluster: int, columns: int, tokens: int, shared: int, warps: int = WARPS, direct: bool = False
+) -> Division | None:
     """A division with as many warps and as large buffers as shared memory holds; None if it holds not even one."""
+    x = 0 if direct else tokens * (2 * CHUNK_COLUMNS * -(-columns // (CHUNK_COLUMNS * cluster)) + 64)
+    sums = 4 * TILE_ROWS * TOKENS * (2 if direct else _groups(tokens))  # bytes for a tile, or for a warp
 
     def buffer() -> int:
-        sums = 4 * TILE_ROWS * TOKENS * -(-tokens // TOKENS)  # bytes for a tile, or for a warp
-        taken = HEAD_BYTES + 4 * TILE_ROWS * tiles + _x_bytes(columns, cluster, tokens) + sums * (tiles + warps)
+        taken = HEAD_BYTES + 4 * TILE_ROWS * tiles + x + sums * (tiles + warps)
         return (shared - taken - 128 - OVERRUN) // warps // 128 * 128
 
     while warps > 1 and buffer() < LARGEST_CHUNK:
         warps -= 1
     while tiles > 1 and buffer() < LARGEST_CHUNK:
         tiles -= 1
-    return Division(tokens, tiles, cluster, warps, buffer(), shared) if buffer() >= LARGEST_CHUNK else None
+    return Division(tiles, cluster, warps, buffer(), shared, direct) if buffer() >= LARGEST_CHUNK else None
 
 
-def _x_bytes(columns: int, cluster: int, tokens: int) -> int:
-    """What the columns of a block take in shared memory; tokens begin at other banks in turn."""
-    return tokens * (2 * CHUNK_COLUMNS * -(-columns // (CHUNK_COLUMNS * cluster)) + 64)
+def _groups(tokens: int) -> int:
+    return 1 if tokens <= TOKENS else 2
 
 
 def _serves(packed: Tensor, columns: int, dtype: torch.dtype) -> bool:
