@@ -16,13 +16,11 @@ constexpr int kTokens = 8;  // columns of a fragment
 // For tokens that do not exist it takes other values; they only enter sums that nobody stores.
 template <int GROUPS, bool DIRECT>
 struct Tokens {
-  uint32_t from[GROUPS];  // shared addresses of the next columns of this lane
-  const uint8_t* direct;  // those of its first token in global memory
-  int64_t group;          // bytes between tokens of two groups there
+  const PackedLinear& p;
+  uint32_t from[GROUPS];  // shared addresses of the next columns of this lane, or bytes of x before them
   bool there[GROUPS];
 
   __device__ void skip(int columns) {
-    if constexpr (DIRECT) direct += 2 * columns;
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) from[n] += 2 * columns;
   }
@@ -32,7 +30,7 @@ struct Tokens {
 #pragma unroll
     for (int n = 0; n < GROUPS; n++) {
       if constexpr (DIRECT) {
-        x[n] = load_global_if(direct + group * n + offset, there[n] && inside);
+        x[n] = load_global_if(p.x + from[n] + offset, there[n] && inside);
       } else {
         x[n] = load_if(from[n] + offset, there[n]);
       }
@@ -54,40 +52,43 @@ __device__ inline void multiply_step(const uint32_t (&part)[8], const uint4 (&x)
 template <int GROUPS, bool DIRECT>
 __device__ inline void multiply_chunk(const Lane& own, const Cursor& at, int chunk, Tokens<GROUPS, DIRECT> tokens,
                                       float (&sums)[GROUPS][4]) {
-  uint32_t next = own.address() / 4;
-  keep_order(next);
+  uint32_t values = own.address(), before = 0;
+  keep_order(values);
+  const uint32_t end = values;  // the bits stand before the values
+  uint32_t mask = end - 128 * (kChunkColumns / 64);
 #pragma unroll 1
-  for (int column = 0; column < kChunkColumns; column += 64, tokens.skip(64)) {
-    const uint32_t bits = shared_words()[chunk + column / 2 + lane()];
+  do {
+    const uint32_t bits = load_word(mask);
+    const Middles middles(bits, before);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint4 x[GROUPS];
       tokens.load(64 * half, true, x);
       uint32_t part[8];
-      decode<true>(own, at, bits, half, next, part);
+      decode<true>(own, at, bits, half, middles, values, part);
       multiply_step(part, x, sums);
     }
-    next += 16 * __popc(bits);
-  }
+    mask += 128, tokens.skip(64);
+  } while (mask != end);
 }
 
 // The same for a chunk of fewer columns, or whose words have not been moved.
 template <int GROUPS, bool DIRECT>
 __device__ inline void multiply_part(const Lane& own, const Cursor& at, int chunk, int columns, Tokens<GROUPS, DIRECT> tokens,
                                      float (&sums)[GROUPS][4]) {
-  uint32_t next = own.address() / 4;
+  uint32_t values = own.address(), before = 0;
 #pragma unroll 1
   for (int column = 0; column < columns; column += 64, tokens.skip(64)) {
     const uint32_t bits = shared_words()[chunk + column / 2 + lane()];
+    const Middles middles(bits, before);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint4 x[GROUPS];
       tokens.load(64 * half, column + 32 * half + lane() % 4 * 8 < columns, x);
       uint32_t part[8];
-      decode<false>(own, at, bits, half, next, part);
+      decode<false>(own, at, bits, half, middles, values, part);
       multiply_step(part, x, sums);
     }
-    next += 16 * __popc(bits);
   }
 }
 
@@ -137,15 +138,14 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
   const int g = lane() / 4, t = lane() % 4;
   const Cursor at;
   float sums[GROUPS][4] = {};
-  Tokens<GROUPS, DIRECT> tokens;
+  Tokens<GROUPS, DIRECT> tokens{p};
 #pragma unroll
   for (int n = 0; n < GROUPS; n++) {
     const int token = kTokens * n + g;
-    tokens.from[n] = shared_address(dynamic_shared + copies.x) + copies.stride * token + 16 * t;
+    const int start = DIRECT ? 2 * (token * p.columns + area.column * kChunkColumns) : int(shared_address(dynamic_shared + copies.x));
+    tokens.from[n] = start + (DIRECT ? 0 : copies.stride * token) + 16 * t;
     tokens.there[n] = token < p.tokens;
   }
-  tokens.direct = p.x + 2 * (1ll * g * p.columns + area.column * kChunkColumns) + 16 * t;
-  tokens.group = 2ll * kTokens * p.columns;
   const int first = area.first_of(warp());
   int tile = quotient(first, area.columns), column = first - tile * area.columns;
   int slot = column ? area.tiles + warp() : tile;
@@ -229,29 +229,35 @@ __device__ inline void linear(const PackedLinear& p) {
   sync_cluster();  // no block ends while another reads its sums
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200  // 99 KB of shared memory hold the buffers of 11 warps
+constexpr int kDirectThreads = 384;
+#else
+constexpr int kDirectThreads = THREADS;
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_8(PackedLinear p) { linear<1, false>(p); }
 extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_16(PackedLinear p) { linear<2, false>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_direct(PackedLinear p) { linear<2, true>(p); }
+extern "C" __global__ void __launch_bounds__(kDirectThreads, 1) packed_linear_direct(PackedLinear p) { linear<2, true>(p); }
 
 template <bool MOVED>
 __device__ inline void write_chunk(const Lane& own, int chunk, int columns, uint8_t* const (&to)[2]) {
   const Cursor at;
-  uint32_t next = own.address() / 4;
-  keep_order(next);
+  uint32_t values = own.address(), before = 0;
+  keep_order(values);
 #pragma unroll 1
   for (int column = 0; column < columns; column += 64) {
     const uint32_t bits = shared_words()[chunk + column / 2 + lane()];
+    const Middles middles(bits, before);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int mine = column + 32 * half;
       uint32_t part[8];
-      decode<MOVED>(own, at, bits, half, next, part);
+      decode<MOVED>(own, at, bits, half, middles, values, part);
 #pragma unroll
       for (int r = 0; r < 2; r++)
         if (to[r] && mine + lane() % 4 * 8 < columns)
           *reinterpret_cast<uint4*>(to[r] + 2 * mine) = make_uint4(part[r], part[2 + r], part[4 + r], part[6 + r]);
     }
-    next += 16 * __popc(bits);
   }
 }
 

@@ -51,8 +51,8 @@ struct Lane {
     last = 2 * (values + all) + (before >> 16);
   }
 
-  // Shared address of word 0 of lane 0.
-  __device__ uint32_t address() const { return shared_address(shared_words() + values); }
+  // Shared address of word 0 of this lane.
+  __device__ uint32_t address() const { return shared_address(shared_words() + values + lane()); }
 
   // The last value, or 0.
   __device__ uint32_t last_value() const { return odd ? reinterpret_cast<const uint16_t*>(dynamic_shared)[last] : 0; }
@@ -98,32 +98,56 @@ struct Lane {
 
 // What all steps need, in registers.
 struct Cursor {
-  uint32_t lane, selectors;  // selectors_of(lane)
+  uint32_t selectors;  // selectors_of(lane)
 
-  __device__ Cursor() : lane(lane_register()), selectors(selectors_of(lane)) {}
+  __device__ Cursor() : selectors(selectors_of(lane_register())) {}
+};
+
+// Factors for products of bytes, which are computed beside the other integer instructions. In constant memory because the
+// instruction takes no other constants.
+__constant__ uint32_t kByte[4] = {1, 1 << 8, 1 << 16, 1 << 24};
+__constant__ uint32_t kByteTimes16[4] = {1 << 4, 1 << 12, 1 << 20, 1 << 28};
+__constant__ uint32_t kUpperHalf = 1 << 8;
+__constant__ uint32_t kByteTimes64[4] = {1 << 6, 1 << 14, 1 << 22, 1 << 30};
+
+// How many values of this lane come before the middle of each four columns, of 64: eight bytes.
+struct Middles {
+  uint32_t even, odd;  // of columns 0, 8, ..., and of columns 4, 12, ...
+
+  // bits: of these columns; before: four times the number of values before them, in bytes; becomes that of the next ones.
+  __device__ Middles(uint32_t bits, uint32_t& before) {
+    const uint32_t twos = bits - (bits >> 1 & 0x55555555), firsts = twos & 0x33333333;
+    const uint32_t fours = firsts + (twos >> 2 & 0x33333333), eights = fours + (fours >> 4) & 0x0f0f0f0f;
+    const uint32_t after = eights * 0x01010101 + before, start = after - eights;
+    even = start + (firsts & 0x0f0f0f0f), odd = start + (fours + (firsts >> 4) & 0x0f0f0f0f);
+    before = permute(after, 0, 0x3333);
+  }
 };
 
 // Weights of 32 columns: part[0..3] is a fragment of columns 8 t to 8 t + 3 of rows g and g + 8, part[4..7] of the next four.
-// bits: of 64 columns, of which `half` says which; next: 16 times the number of values before these 64 columns, plus a
-// quarter of the shared address of the first word of lane 0, which is a multiple of 128.
+// bits: of 64 columns, of which `half` says which; values: shared address of word 0 of this lane.
 template <bool MOVED>
-__device__ inline void decode(const Lane& own, const Cursor& at, uint32_t bits, int half, uint32_t next, uint32_t (&part)[8]) {
+__device__ inline void decode(const Lane& own, const Cursor& at, uint32_t bits, int half, const Middles& middles, uint32_t values,
+                              uint32_t (&part)[8]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) {  // four columns of row g, four more, then those of row g + 8
-    const int shift = 16 * half + 4 * j;
-    const uint32_t selectors = __shfl_sync(~0u, at.selectors, bits >> shift);  // of the lane that the lowest five bits name
-    const uint32_t middle = next + 16 * __popc(bits << (30 - shift));
+    const int byte = 2 * half + j / 2;
+    const uint32_t counts = j % 2 ? middles.odd : middles.even;
+    const uint32_t nibbles = j % 2 ? bits >> 4 : bits;
+    const uint32_t from_lane = byte ? dot_of_bytes(nibbles, kByte[byte], 0) : nibbles;  // its lowest five bits name a lane
+    const uint32_t selectors = __shfl_sync(~0u, at.selectors, from_lane);
+    const uint32_t shift = byte ? dot_of_bytes(counts, kByteTimes16[byte], 0) : counts << 4;  // its lowest five bits count
     uint32_t words[3];
     if constexpr (MOVED) {
-      const uint32_t from = 4 * (middle & ~31u | at.lane);
+      const uint32_t from = dot_of_bytes(counts & 0xfefefefe, kByteTimes64[byte], values);  // 128 for each two values
       words[0] = load_word(from - 128), words[1] = load_word(from), words[2] = load_word(from + 128);
     } else {
 #pragma unroll
-      for (int i = 0; i < 3; i++) words[i] = own.word(int(middle - own.address() / 4) / 32 + i - 1);
+      for (int i = 0; i < 3; i++) words[i] = own.word(int(counts >> 8 * byte & 255) / 2 + i - 1);
     }
     const int first = 4 * (j & 1) + (j >> 1);
-    part[first] = permute(__funnelshift_r(words[0], words[1], middle), 0, selectors);
-    part[first + 2] = permute(__funnelshift_r(words[1], words[2], middle), 0, selectors >> 16);
+    part[first] = permute(__funnelshift_r(words[0], words[1], shift), 0, selectors);
+    part[first + 2] = permute(__funnelshift_r(words[1], words[2], shift), 0, dot_of_halves(selectors, kUpperHalf, 0));
   }
 }
 

@@ -21,6 +21,20 @@ __device__ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   return out;
 }
 
+// Sum of the products of four bytes of a and b, plus c.
+__device__ inline uint32_t dot_of_bytes(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+// The same for the two halves of a and the two lower bytes of b.
+__device__ inline uint32_t dot_of_halves(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
 // Loads from shared memory. The compiler may move them as far as the address is known; see also keep_order().
 __device__ inline uint32_t load_word(uint32_t address) {
   uint32_t word;

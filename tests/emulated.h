@@ -12,6 +12,7 @@
 #define asm(...)  // of other dtypes in common.cuh
 #define __device__
 #define __global__
+#define __constant__
 #define __launch_bounds__(...)
 
 struct uint2 { unsigned x, y; };
@@ -177,6 +178,13 @@ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   }
   return out;
 }
+
+inline uint32_t dot_of_bytes(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+  return c;
+}
+
+inline uint32_t dot_of_halves(uint32_t a, uint32_t b, uint32_t c) { return (a & 65535) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c; }
 
 inline uint32_t load_word(uint32_t address) {
   const bool inside = address >= emulated::kBase && address + 4 <= emulated::kBase + emulated::shared_bytes;

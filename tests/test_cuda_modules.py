@@ -188,6 +188,7 @@ def test_divisions_of_products_fit_the_card(backend, rows, columns, tokens, shar
     assert division.buffer >= packed.LARGEST_CHUNK and division.buffer % 128 == 0
     assert packed.HEAD_BYTES + copies + sums + 127 + buffers + packed.OVERRUN <= division.shared <= shared
     assert division.cluster <= min(2, chunks) and division.warps >= 3
+    assert division.warps <= 12 or not division.direct or shared > 101_376  # kDirectThreads
 
 
 def test_one_wave_of_blocks_serves_common_shapes(backend):
