@@ -5,7 +5,7 @@
 // tile, are divided evenly among its warps. Sums of warps, then of blocks, are added up at the end in a fixed order; so
 // the bits of a result depend on the shape and on the division, which the host chooses. A block keeps its columns of x in shared
 // memory if there is room beside the buffers; else its warps read them when they need them. Until the last kernel has
-// ended, weights are only brought into the L2 cache.
+// ended, the first chunks are only brought into the L2 cache.
 #include "packed_decode.cuh"
 
 namespace fwanda {
@@ -22,7 +22,7 @@ struct Tokens {
 
   __device__ void skip(int columns) {
 #pragma unroll
-    for (int n = 0; n < GROUPS; n++) from[n] += 2 * columns;
+    for (uint32_t& place : from) place += 2 * columns;
   }
 
   // Zeros if the columns are not inside the weight.
@@ -127,14 +127,15 @@ template <int GROUPS, bool DIRECT>
 __device__ inline void multiply_area(const PackedLinear& p, const Source& source, const Area& area, const Copies& copies,
                                      Sums<GROUPS>* all, int buffer) {
   Chunks chunks(p, source, area, buffer);
-  chunks.prefetch();
+  chunks.guess();
   if (threadIdx.x < kMaxWarps) shared().begun[threadIdx.x] = -1;
   if (threadIdx.x == 0) init_barrier(copies.ready, blockDim.x);
   __syncthreads();
   wait_for_last_kernel();
+  chunks.start();
   chunks.load(0);
   copies.template start<DIRECT>(p, source, area);
-  chunks.start();
+  chunks.confirm();
   const int g = lane() / 4, t = lane() % 4;
   const Cursor at;
   float sums[GROUPS][4] = {};
@@ -142,8 +143,9 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
 #pragma unroll
   for (int n = 0; n < GROUPS; n++) {
     const int token = kTokens * n + g;
-    const int start = DIRECT ? 2 * (token * p.columns + area.column * kChunkColumns) : int(shared_address(dynamic_shared + copies.x));
-    tokens.from[n] = start + (DIRECT ? 0 : copies.stride * token) + 16 * t;
+    const int start = DIRECT ? 2 * (token * p.columns + area.column * kChunkColumns)
+                             : int(shared_address(dynamic_shared + copies.x)) + copies.stride * token;
+    tokens.from[n] = start + 16 * t;
     tokens.there[n] = token < p.tokens;
   }
   const int first = area.first_of(warp());
@@ -160,7 +162,7 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
     Tokens<GROUPS, DIRECT> here = tokens;
     here.skip(start);
 #pragma unroll
-    for (int n = 0; n < GROUPS; n++) keep_order(here.from[n]);
+    for (uint32_t& place : here.from) keep_order(place);
     if (used) {
       multiply_chunk(own, at, chunks.place(), here, sums);
     } else {

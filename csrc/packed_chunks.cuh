@@ -76,7 +76,7 @@ struct Area {
 
 // The chunks of this warp, in order, and their copies in shared memory. They lie at the beginning and at the end of its buffer in
 // turn; the next one is copied while one is in use, if there is room for both. The buffer begins at a multiple of 128 bytes. All
-// lanes call these functions together: prefetch() if it helps, load(), start(), and then wait() and release() in turn.
+// lanes call these functions together: load(0) or guess(), start(), load(0) and confirm(), and then wait() and release() in turn.
 class Chunks {
  public:
   __device__ Chunks(const PackedLinear& p, const Source& source, const Area& area, int buffer)
@@ -88,18 +88,19 @@ class Chunks {
     __syncwarp();
   }
 
-  // Brings the first chunks into the L2 cache while the last kernel ends. That one may still be writing this weight, and what it
-  // has written can be relied on only after wait_for_last_kernel(). So nothing read here is used but to choose bytes to prefetch,
-  // inside the weight whatever was read. A prefetch changes no value that anyone sees, and hints are read past the L1 cache, so
-  // that no old line is left there for the loads that count.
-  __device__ void prefetch() const {
-    if (lane() >= min(count_, 2)) return;
-    const int32_t* const at = offset_of(lane());
-    const unsigned units = unsigned(source_.units), from = min(load_hint(at), units), end = min(load_hint(at + 1), units);
-    if (from < end) prefetch_bytes(source_.data + 16ll * from, min(16 * (end - from), unsigned(size_)));
+  // Guesses the offsets of the first 32 chunks, and brings two chunks into the L2 cache, while the last kernel ends. That one may
+  // still be writing this weight, and what it has written can be relied on only after wait_for_last_kernel(). So what is read
+  // here decides nothing but which bytes of the weight are prefetched, and which ones start() copies; confirm() looks again.
+  // A prefetch changes no value that anyone sees. Guesses are read past the L1 cache: no old line is left there.
+  __device__ void guess() {
+    if (count_ == 0) return;
+    const int32_t* const at = offset_of(min(lane(), count_ - 1));
+    const int end = int(min(load_hint(at + 1), unsigned(source_.units)));
+    begin_ = int(min(load_hint(at), unsigned(source_.units - 1))), end_ = max(end, begin_ + 1);
+    if (lane() < min(count_, 2)) prefetch_bytes(source_.data + 16ll * begin_, min(16 * (end_ - begin_), size_));
   }
 
-  // Asks for the offsets of the next 32 chunks, from n on.
+  // Loads the offsets of the next 32 chunks, from n on.
   __device__ void load(int n) {
     if (count_ == 0) return;
     const int32_t* const at = offset_of(min(n + lane(), count_ - 1));
@@ -111,6 +112,19 @@ class Chunks {
     if (count_ == 0) return;
     room_ = find(0);
     copy(0, room_);
+  }
+
+  // After guess(), start() and load(0): if other bytes have been copied, waits for them and starts again.
+  __device__ void confirm() {
+    if (count_ == 0) return;
+    const Room room = find(0);
+    if (room.from == room_.from && room.bytes == room_.bytes) return;
+    wait_copy(copied_, 0);
+    __syncwarp();
+    if (lane() == 0) renew_barrier(copied_, 1);
+    room_ = room;
+    copy(0, room_);
+    __syncwarp();
   }
 
   // Waits for the next chunk; false at the end. The chunk is used until release().

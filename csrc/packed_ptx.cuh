@@ -99,6 +99,13 @@ __device__ inline void init_barrier(uint32_t barrier, uint32_t threads) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// A barrier that nobody waits for begins anew.
+__device__ inline void renew_barrier(uint32_t barrier, uint32_t threads) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  init_barrier(barrier, threads);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Orders the reads and writes of this thread in shared memory before bulk copies that start later.
 __device__ inline void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

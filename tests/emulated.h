@@ -219,8 +219,10 @@ inline uint4 load_global_if(const void* p, bool needed) {
   return x;
 }
 
-// As if another kernel were writing what is read: any number.
-inline uint32_t load_hint(const void*) { return uint32_t(rand()) << 4 ^ uint32_t(rand()) >> (rand() & 31); }
+// Sometimes as if another kernel were writing what is read: any number.
+inline uint32_t load_hint(const void* p) {
+  return rand() % 4 ? *static_cast<const uint32_t*>(p) : uint32_t(rand()) << 4 ^ uint32_t(rand()) >> rand() % 32;
+}
 
 inline void prefetch_bytes(const void* p, uint32_t bytes) {
   if (bytes % 16 || !bytes) emulated::fail("a wrong prefetch");
@@ -234,6 +236,8 @@ inline uint64_t& barrier_at(uint32_t address) { return *reinterpret_cast<uint64_
 inline void init_barrier(uint32_t barrier, uint32_t threads) {
   barrier_at(barrier) = threads > 1 ? uint64_t(threads) << 32 : 0;
 }
+
+inline void renew_barrier(uint32_t barrier, uint32_t threads) { init_barrier(barrier, threads); }
 
 inline void expect_bytes(uint32_t barrier, uint32_t bytes) { barrier_at(barrier) += uint64_t(bytes) << 32; }
 

@@ -31,6 +31,7 @@ SPILLS = {
     "threshold_last": 8,
     "obs_walk": 24,
     "packed_linear_16": 24,
+    "packed_linear_direct": 8,
 }
 
 
