@@ -114,7 +114,8 @@ struct Copies {
     if constexpr (!DIRECT)
       for (int token = 0; token < p.tokens; token++) {
         const uint8_t* const row = p.x + 2 * (1ll * token * p.columns + from);
-        for (int i = threadIdx.x; i < units; i += blockDim.x) copy_16(ready, dynamic_shared + x + token * stride + 16 * i, row + 16 * i);
+        unsigned char* const to = dynamic_shared + x + token * stride;
+        for (int i = threadIdx.x; i < units; i += blockDim.x) copy_16(ready, to + 16 * i, row + 16 * i);
       }
     for (int i = threadIdx.x; i < kTileRows / 4 * area.tiles; i += blockDim.x)
       copy_16(ready, dynamic_shared + order + 16 * i, source.order + kTileRows * area.tile(i / 4) + i % 4 * 4);

@@ -1,6 +1,6 @@
-// Runs csrc/packed.cu and its headers on a CPU: each thread of a cluster is a coroutine, and those that meet in a collective wait for each other.
-// Takes the place of packed_ptx.cuh. Bulk copies arrive late, and until then their target holds garbage; after the
-// shared memory of a block comes a page that cannot be read.
+// Runs csrc/packed.cu and its headers on a CPU: each thread of a cluster is a coroutine, and those that meet in a collective
+// wait for each other. Takes the place of packed_ptx.cuh. Copies arrive late, and until then their target holds garbage; after
+// the shared memory of a block comes a page that cannot be read.
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -184,7 +184,9 @@ inline uint32_t dot_of_bytes(uint32_t a, uint32_t b, uint32_t c) {
   return c;
 }
 
-inline uint32_t dot_of_halves(uint32_t a, uint32_t b, uint32_t c) { return (a & 65535) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c; }
+inline uint32_t dot_of_halves(uint32_t a, uint32_t b, uint32_t c) {
+  return (a & 65535) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c;
+}
 
 inline uint32_t load_word(uint32_t address) {
   const bool inside = address >= emulated::kBase && address + 4 <= emulated::kBase + emulated::shared_bytes;
