@@ -7,7 +7,6 @@
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no <stdint.h>
-typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef short int16_t;
 typedef unsigned short uint16_t;

@@ -152,7 +152,7 @@ __device__ inline void multiply_area(const PackedLinear& p, const Source& source
   const int first = area.first_of(warp());
   int tile = quotient(first, area.columns), column = first - tile * area.columns;
   int slot = column ? area.tiles + warp() : tile;
-  if (column && chunks.count() > 0) shared().begun[warp()] = int8_t(tile);
+  if (column && chunks.count() > 0) shared().begun[warp()] = int16_t(tile);
 #pragma unroll 1
   for (; chunks.wait(); chunks.release()) {
     const int start = column * kChunkColumns, columns = min(kChunkColumns, p.columns - area.column * kChunkColumns - start);

@@ -24,7 +24,7 @@ struct PackedLinear {
 struct Shared {
   uint64_t copied[kMaxWarps][2];  // barriers
   uint64_t ready, unused;         // order and x have been copied
-  int8_t begun[kMaxWarps];        // tile of the area whose sums each warp has only from some column on, or -1
+  int16_t begun[kMaxWarps];       // tile of the area whose sums each warp has only from some column on, or -1
 };
 
 extern __shared__ __align__(128) unsigned char dynamic_shared[];

@@ -234,6 +234,7 @@ def plans(backend) -> dict[str, list]:
     values, meta = torch.empty(64, 128, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.int16)
     select, stats, sparse24 = backend.select, backend.stats, backend.sparse24
     few, more = (backend.packed.divide(64, 256, tokens, 132, 232_448) for tokens in (3, 9))
+    direct = backend.packed.fit(1, 1, 256, 9, 232_448, direct=True)
     return {
         "mask": select.plan_one(weight, scales[0], keeps[0], bad, mask),
         "prune": select.plan_one(weight, scales[0], keeps[0], bad, None),
@@ -248,6 +249,7 @@ def plans(backend) -> dict[str, list]:
         "unpack": backend.packed.plan_unpack(bits, 64, 256, weight),
         "linear": backend.packed.plan_linear(weight[:3], bits, None, weight[:3, :64], few),
         "linear of 9 tokens": backend.packed.plan_linear(weight[:9], bits, scales[0], weight[:9, :64], more),
+        "linear without a copy": backend.packed.plan_linear(weight[:9], bits, None, weight[:9, :64], direct),
         **{f"obs {rule}": obs_plan(backend, weight, rule) for rule in RULES},
     }
 

@@ -68,11 +68,32 @@ def test_every_way_to_divide_a_product_gives_it_on_gpu():
     expected, size = x.double() @ dense.double().T, x.double().abs() @ dense.double().abs().T
     for tokens in (3, 9):
         for tiles, cluster, warps in ((1, 1, 16), (2, 2, 16), (7, 4, 12), (16, 6, 3), (3, 1, 1), (132, 2, 8)):
-            division = packed.fit(tiles, min(cluster, 4), 1536, tokens, shared_bytes(x), warps)
-            out = torch.full((tokens, 2100), float("nan"), dtype=BF16, device="cuda")
-            run(x, packed.plan_linear(x[:tokens], data, None, out, division))
-            assert ((out.double() - expected[:tokens]).abs() <= EPS[BF16] * size[:tokens]).all(), division
+            for direct in (False, True):
+                division = packed.fit(
+                    tiles, min(cluster, 4), 1536, tokens, shared_bytes(x), min(warps, 12) if direct else warps, direct
+                )
+                out = torch.full((tokens, 2100), float("nan"), dtype=BF16, device="cuda")
+                run(x, packed.plan_linear(x[:tokens], data, None, out, division))
+                assert ((out.double() - expected[:tokens]).abs() <= EPS[BF16] * size[:tokens]).all(), division
     assert packed.divide(2100, 1536, 3, multiprocessors(x), shared_bytes(x)).cluster >= 1
+
+
+def test_products_use_what_the_kernels_right_before_wrote_on_gpu():
+    """Of the weight and of x, both written again and again."""
+    pytest.importorskip("fwanda_kernels._backends.cuda.packed")
+    shape = (4096, 2048)
+    packs = [prepare(kind, shape, BF16)[0] for kind in ("half", "few")]
+    xs = [make_weight(2, shape[1], BF16, seed=i, device="cuda") for i in range(2)]
+    expected = [fk.packed_linear(x, p) for x, p in zip(xs, packs, strict=True)]
+    headers = [fk.read_packed_header(p) for p in packs]
+    torch.cuda.synchronize()
+    weight, x = torch.empty(max(map(len, packs)), dtype=torch.uint8, device="cuda"), torch.empty_like(xs[0])
+    found = []
+    for i in (0, 1) * 30:
+        weight[: len(packs[i])].copy_(packs[i])
+        x.copy_(xs[i])
+        found.append(fk.packed_linear(x, weight[: len(packs[i])], header=headers[i]))
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(found))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -101,6 +101,10 @@ def test_products_do_not_depend_on_how_they_are_divided(run, packed, tiles, clus
     check_product(run, packed, make_mask("rows differ", 70, 2056), 3, division)
 
 
+def test_a_block_may_have_more_than_a_hundred_tiles(run, packed):
+    check_product(run, packed, make_mask("rows differ", 2100, 520), 1, packed.fit(132, 1, 520, 1, SHARED, 5))
+
+
 @pytest.mark.parametrize("tokens", [1, 13])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_products_are_right_without_a_copy_of_x(run, packed, cluster, tokens):
