@@ -96,8 +96,9 @@ class Chunks {
     if (count_ == 0) return;
     const int32_t* const at = offset_of(min(lane(), count_ - 1));
     const int end = int(min(load_hint(at + 1), unsigned(source_.units)));
-    begin_ = int(min(load_hint(at), unsigned(source_.units - 1))), end_ = max(end, begin_ + 1);
-    if (lane() < min(count_, 2)) prefetch_bytes(source_.data + 16ll * begin_, min(16 * (end_ - begin_), size_));
+    begin_ = int(min(load_hint(at), unsigned(source_.units - 1)));
+    end_ = begin_ + max(1, min(end - begin_, size_ / 16));
+    if (lane() < min(count_, 2)) prefetch_bytes(source_.data + 16ll * begin_, 16 * (end_ - begin_));
   }
 
   // Loads the offsets of the next 32 chunks, from n on.
