@@ -2,16 +2,14 @@
 
     python tests/peak_memory.py SOURCE FOLDER
 
-Mapped files do not count: the kernel takes their memory back when it needs it. Nor does what stays in memory after the
-first conversion, such as libraries: both steps run twice. Files of weights have 4 MB.
+Mapped files do not count: the kernel takes their memory back when it needs it. Both conversions run twice and only the
+second time counts, so libraries that stay in memory are left out. Files of weights have 4 MB.
 """
 
 import json
 import sys
 import threading
 from pathlib import Path
-
-import transformers.models.llama.modeling_llama  # noqa: F401 (so that its memory does not count)
 
 from fwanda_pruner.formats import dense
 from fwanda_pruner.run.convert import pack_folder, unpack_folder

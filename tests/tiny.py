@@ -32,6 +32,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 GPT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 FAMILIES = {  # name: (model class, config class, config, matrices in a block)
     "mistral": ("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 8}, 7),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", SIZES, 7),
@@ -48,16 +49,13 @@ FAMILIES = {  # name: (model class, config class, config, matrices in a block)
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
-        {
-            "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **ENDS},
         4,
     ),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**GPT, "intermediate_size": 48}, 4),
     "falcon": ("FalconForCausalLM", "FalconConfig", GPT, 4),
     "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, 4),
-}  # fmt: skip
+}
 
 # transformers 5 fuses the experts of these into 3-D parameters, where 4 has lists of linear layers
 MOE = {**SIZES, "num_experts_per_tok": 2}
@@ -131,8 +129,7 @@ def llama(*, blocks: int = 2, seed: int = 0, dtype=torch.float32, **overrides) -
         "num_hidden_layers": blocks,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        **ENDS,
     }
     return scaled(LlamaForCausalLM(LlamaConfig(**{**SIZES, **settings, **overrides})), dtype)
 

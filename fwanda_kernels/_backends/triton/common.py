@@ -95,6 +95,11 @@ def serves(tensor: Tensor) -> bool:
     return tensor.is_cuda and _capable(tensor.device.index)
 
 
+def nvidia_major(tensor: Tensor) -> int:
+    """Major compute capability of the NVIDIA GPU that holds the tensor, or 0 elsewhere."""
+    return _nvidia_major(tensor.device.index) if tensor.is_cuda else 0
+
+
 def in_vectors(matrix: Tensor) -> bool:
     """Whether rows can be read 16 bytes at a time: dense, and pointer, row stride and columns multiples of 16."""
     rows, cols = matrix.stride()
@@ -104,3 +109,8 @@ def in_vectors(matrix: Tensor) -> bool:
 @cache
 def _capable(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+@cache
+def _nvidia_major(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0] if torch.version.hip is None else 0

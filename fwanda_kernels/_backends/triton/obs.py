@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._obs import MAX_BLOCK, Block, ObsCall, walk
-from .common import serves
+from .common import nvidia_major, serves
 from .launch import cdiv, launch, power_of_2
 
 GRAM_R, GRAM_T, GRAM_BAND, GRAM_WARPS = 128, 64, 8, 8
@@ -85,7 +85,7 @@ def accumulate_gram_(hessian: Tensor, x: Tensor, token_mask: Tensor | None) -> N
         x = x.float()  # interpreted products take bf16 for integers
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, cols = x.shape
-    tile = gram_tile(torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0, cols)
+    tile = gram_tile(nvidia_major(x), cols)
     tiles = cdiv(cols, tile["BLOCK_C"])
     bands = range(0, cdiv(cols, GRAM_R), GRAM_BAND)
     programs = sum(GRAM_BAND * (tiles - band * GRAM_R // tile["BLOCK_C"]) for band in bands)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...ops.packed import CHUNK_COLUMNS, TILE_ROWS, packed_places
-from .common import exact_float, serves
+from .common import exact_float, nvidia_major, serves
 from .launch import cdiv, launch
 from .sparse24 import INTERPRETED
 
@@ -123,7 +123,7 @@ def _add_kernel(partial, bias, out, tokens, rows, splits, BIAS: tl.constexpr, BL
 
 
 def linear_options(major: int) -> dict[str, int]:
-    """Launch options of packed_linear() for a compute capability."""
+    """Launch options of packed_linear() for the value of nvidia_major()."""
     if major == 12:  # ptxas would aim at 96 registers, and spill
         return {"num_warps": 2, "maxnreg": 128}
     return {"num_warps": 2}
@@ -153,7 +153,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
         _linear_kernel, (tiles, splits, 1),
         packed.view(torch.int32), packed.view(x.dtype), x.contiguous(), partial, tokens, rows, columns,
         *packed_places(rows, columns), splits, PER_WORD=4 // x.element_size(), BLOCK_T=BLOCK_T,
-        **linear_options(torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0),
+        **linear_options(nvidia_major(x)),
     )  # fmt: skip
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     launch(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import exact_float, serves
+from .common import exact_float, nvidia_major, serves
 from .launch import cdiv, launch
 
 BLOCK_R, BLOCK_C, WARPS = 32, 256, 4
@@ -163,7 +163,7 @@ def removed_sums(gradient: Tensor, x: Tensor, weight: Tensor, packed: Tensor) ->
     gradient = gradient if gradient.stride(1) == 1 else gradient.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = weight.shape
-    tile = product_tile(torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0)
+    tile = product_tile(nvidia_major(x))
     down, across = cdiv(rows, tile["BLOCK_R"]), cdiv(cols, tile["BLOCK_C"])
     row_sums = torch.empty(across, rows, dtype=torch.float32, device=x.device)
     col_sums = torch.empty(down, cols, dtype=torch.float32, device=x.device)
