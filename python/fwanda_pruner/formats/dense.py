@@ -7,6 +7,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,11 +47,18 @@ def write(folder: Path, model, tokenizer) -> None:
         OSError, safetensors.SafetensorError: the file system refuses; see files.user_errors().
     """
     write_settings(folder, model, tokenizer)
-    with quiet(), _settings_kept(model):
+    by_name = {model: partial(_tensor_of, model)}  # transformers 4 asks for lazy tensors so, and some are buffers
+    with quiet(), _settings_kept(model), replaced("get_parameter", by_name):
         if is_sharded(model):
             _write_parts(folder, model)
         else:
             model.save_pretrained(folder, max_shard_size=FILE_BYTES)
+
+
+def _tensor_of(model, name: str) -> Tensor:
+    """A parameter or a buffer."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
 
 
 def _write_parts(folder: Path, model) -> None:
