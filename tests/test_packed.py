@@ -135,7 +135,6 @@ def test_saving_packed_leaves_the_model_dense_and_the_files_hold_the_zeros_of_th
     assert not (tmp_path / "wrong").exists()
 
 
-@pytest.mark.skipif(not tiny.FUSED, reason="no fused experts")
 def test_zeros_of_fused_experts_are_counted_in_packed_files(tmp_path):
     model = sparse(tiny.build("gpt_oss"))
     targets = find_targets(model)[0]
