@@ -41,7 +41,7 @@ struct Lane {
     for (int p = 0; p < kChunkColumns / 64; p++) count += p < pairs ? __popc(shared_words()[chunk + 32 * p + l]) : 0;
     words = count >> 1, odd = count & 1;
     const int own = words | int(odd) << 16;
-    const int sum = sum_of_lanes(own), before = sum - own;
+    const int sum = inclusive_scan(own), before = sum - own;
     const int all = __shfl_sync(~0u, sum, 31) & 0xffff;
     common = int(__reduce_min_sync(~0u, unsigned(words)));
     rows = int(__reduce_max_sync(~0u, unsigned(words + odd)));

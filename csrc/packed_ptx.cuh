@@ -52,7 +52,7 @@ __device__ inline uint4 load_if(uint32_t address, bool needed) {
 }
 
 // x of this lane and of all before it.
-__device__ inline int sum_of_lanes(int x) {
+__device__ inline int inclusive_scan(int x) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2)
     asm volatile("{ .reg .pred p; .reg .b32 y; shfl.sync.up.b32 y|p, %0, %1, 0, -1; @p add.s32 %0, %0, y; }" : "+r"(x) : "r"(step));

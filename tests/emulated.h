@@ -202,7 +202,7 @@ inline uint4 load_if(uint32_t address, bool needed) {
   return {load_word(address), load_word(address + 4), load_word(address + 8), load_word(address + 12)};
 }
 
-inline int sum_of_lanes(int x) {
+inline int inclusive_scan(int x) {
   const auto* all = emulated::meet_warp(unsigned(x));
   for (int i = 0; i < lane(); i++) x += int(all[i].of[0]);
   return x;

@@ -214,4 +214,5 @@ def _print_result(best: _Row, shared: _Shared, output: Path) -> None:
     print(f"\nSaved the model with the lowest perplexity, {best.method} {best.allocation}, in {output}.")
     print("Next, on a GPU:")
     print("  fwanda prune MODEL --allocation auto --sparsity 0.5 --calibration c4 --calibration self --output DIR")
-    print("`self` is text that the model writes. On a CPU, auto takes tens of minutes for a run like this one.")
+    print("c4 needs a network and `pip install datasets`; self is text that the model writes. On a CPU, auto takes")
+    print("tens of minutes for a run like this one.")
