@@ -279,17 +279,16 @@ def test_the_loss_of_a_round_is_that_of_its_masks_in_each_domain():
     assert losses == {"round 2": pytest.approx(means)} and rounds.states[1].losses == losses["round 2"]
 
 
-def test_every_second_round_is_judged_and_the_best_of_those_is_taken(all_rounds):
+def test_the_last_round_and_the_one_two_before_are_judged_and_the_best_is_taken(all_rounds):
     engine, statistics, _ = prepared(kind=Scripted)
-    engine.script = iter([0.5, 9.0, 3.0, 1.0, 2.0, 1.5])
+    engine.script = iter([0.5, 9.0, 1.0, 1.5])
     rounds = Kept()
-    config = replace(CONFIG, sparsity="0.5")
-    scales, losses = response(engine, statistics, loss=3.5, rounds=rounds, config=config)
-    assert losses == {f"round {i}": {"text": loss} for i, loss in ((2, 3.0), (4, 1.0), (6, 2.0), (8, 1.5))}
-    assert [state.losses is not None for state in rounds.states.values()] == [False, True] * 4
-    assert equal(scales, rounds.states[3].scales)
-    assert not any(equal(scales, rounds.states[i].scales) for i in rounds.states if i != 3)
-    judged = [rounds.states[i].masks for i in (1, 3, 5, 7)]
+    scales, losses = response(engine, statistics, loss=3.5, rounds=rounds, config=replace(CONFIG, sparsity="0.5"))
+    assert losses == {"round 6": {"text": 1.0}, "round 8": {"text": 1.5}}
+    assert [i + 1 for i, state in rounds.states.items() if state.losses is not None] == [6, 8]
+    assert equal(scales, rounds.states[5].scales)
+    assert not any(equal(scales, rounds.states[i].scales) for i in rounds.states if i != 5)
+    judged = [rounds.states[i].masks for i in (5, 7)]
     assert all(a is b for a, b in zip(engine.judged[2:], judged, strict=True))
 
 
@@ -390,6 +389,25 @@ def test_gradients_that_overflow_end_the_rounds_with_a_warning(sums):
     engine, statistics, _ = prepared(kind=Overflowing)
     with pytest.warns(UserWarning, match="gradients of the pruned model overflow: the response ends after 0 rounds"):
         assert response(engine, statistics) == (None, {})
+
+
+def test_a_search_that_ends_early_judges_its_last_round(all_rounds):
+    class OverflowingLater(Scripted):
+        passes = 0
+
+        def measure(self, tokens, found, **arguments):
+            record = super().measure(tokens, found, **arguments)
+            self.passes += 1
+            if self.passes == 4:
+                found.merge({f"{self.targets[3].name}.row_squares": torch.tensor(torch.inf)})
+            return record
+
+    engine, statistics, _ = prepared(kind=OverflowingLater)
+    engine.script = iter([0.5, 9.0, 1.0])
+    rounds = Kept()
+    with pytest.warns(UserWarning, match="the response ends after 3 rounds"):
+        scales, losses = response(engine, statistics, loss=3.5, rounds=rounds)
+    assert losses == {"round 3": {"text": 1.0}} and equal(scales, rounds.states[2].scales)
 
 
 # Whole runs

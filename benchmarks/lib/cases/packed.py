@@ -13,15 +13,15 @@ def product(device: str, tokens: int, rows: int, cols: int, percent: int) -> Cas
     for weight in weights:
         weight.masked_fill_(torch.rand(rows, cols, device=device) < percent / 100, 0)
     packed = [fk.pack_weight(weight) for weight in weights]
-    header, x = fk.read_packed_header(packed[0]), torch.randn(tokens, cols, device=device).to(BF16)
+    headers, x = [fk.read_packed_header(p) for p in packed], torch.randn(tokens, cols, device=device).to(BF16)
 
     def check():
         expected = x.double() @ weights[0].double().T
-        found = fk.packed_linear(x, packed[0], header=header).double()
+        found = fk.packed_linear(x, packed[0], header=headers[0]).double()
         assert float((found - expected).norm() / expected.norm()) < 5e-3
 
     return Case(
-        [lambda p=p: fk.packed_linear(x, p, header=header) for p in packed],
+        [lambda p=p, h=h: fk.packed_linear(x, p, header=h) for p, h in zip(packed, headers, strict=True)],
         [lambda w=w: torch.nn.functional.linear(x, w) for w in weights],
         check,
         len(packed[0]),

@@ -37,7 +37,7 @@ from .judge import Judge, Losses
 from .masks import PackedMasks, column_scale, masks_of, pack
 
 _FEW_ROUNDS, _MANY_ROUNDS = 8, 16  # for up to half of the weights; for more of them, and under a pattern
-_JUDGED_EVERY = 2  # rounds
+_JUDGED = (2, 0)  # which rounds are judged, counted from the last; on real models one of these was always the best
 _ROUND_TOKENS = 16384
 _MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # share of the way to a measured ratio, in the logarithm, in the first round
 _LAST_STEP = 0.3  # of these steps, in the last round
@@ -116,27 +116,30 @@ def respond(
         rounds: keeps the rounds, for an interrupted run.
 
     Returns:
-        The scales, None where no round is better than the start; and "round 2", "round 4", ... -> losses.
+        The scales, None where no round is better than the start; and "round 6", "round 8" -> losses.
 
     Raises:
         UserError: the Fisher information is 0 everywhere, or the memory does not suffice.
     """
     state = _start(engine, tokens, statistics, config)
-    best, losses, best_rank = None, {}, judge.rank(start_losses)
+    judged: dict[int, Round] = {}
     label = "measure the pruned model" if engine.progress else None
     for index in progress_bar(range(round_count(config)), label=label, unit="rounds"):
         saved = rounds.load(index)
-        state = saved or _next_round(engine, tokens, judge, statistics, config, state, index)
-        if state is None:
+        following = saved or _next_round(engine, tokens, judge, statistics, config, state, index)
+        if following is None:
+            if index and state.losses is None:
+                masks = _masks(engine, statistics, config, state)
+                judged[index] = replace(state, losses=judge.losses(masks), masks=None)
             break
         if saved is None:
-            rounds.save(index, state)
-        if state.losses is None:
-            continue
-        losses[f"round {index + 1}"] = state.losses
-        if (rank := judge.rank(state.losses)) < best_rank:
-            best, best_rank = state.scales, rank
-    return best, losses
+            rounds.save(index, following)
+        state = following
+        if state.losses is not None:
+            judged[index + 1] = replace(state, masks=None)
+    best = min(judged.values(), key=lambda round: judge.rank(round.losses), default=None)
+    better = best is not None and judge.rank(best.losses) < judge.rank(start_losses)
+    return best.scales if better else None, {f"round {number}": round.losses for number, round in judged.items()}
 
 
 def round_count(config: PruneConfig) -> int:
@@ -168,7 +171,7 @@ def _next_round(
     index: int,
 ) -> Round | None:
     """Measures the masks of a state on the next windows and moves its scales; None if no step follows."""
-    masks = state.masks or pack(engine, masks_of(config, engine, statistics, state.scales))
+    masks = _masks(engine, statistics, config, state)
     size = _round_windows(tokens)
     windows = tokens[torch.arange(index * size, (index + 1) * size, device=tokens.device) % len(tokens)]
     sums = RemovedWeightSums(engine.targets, masks.packed)
@@ -182,8 +185,12 @@ def _next_round(
     scales = move_scales(state.scales, lines, 1 - (1 - _LAST_STEP) * index / max(1, count - 1))
     masks = pack(engine, masks_of(config, engine, statistics, scales))
     checkpointing = "on" if passes.checkpointing else state.checkpointing
-    judged = (index + 1) % _JUDGED_EVERY == 0
-    return Round(scales, judge.losses(masks) if judged else None, passes.micro_batch, checkpointing, masks)
+    losses = judge.losses(masks) if count - 1 - index in _JUDGED else None
+    return Round(scales, losses, passes.micro_batch, checkpointing, masks)
+
+
+def _masks(engine: Engine, statistics: Statistics, config: PruneConfig, state: Round) -> PackedMasks:
+    return state.masks or pack(engine, masks_of(config, engine, statistics, state.scales))
 
 
 def _predicted(
