@@ -16,7 +16,7 @@ a round tell the noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -65,7 +65,7 @@ class Round:
 
 @dataclass(frozen=True)
 class LineSums:
-    """Sums over the removed weights of each row, or of each column, of a matrix: all [R] or [C] fp64.
+    """Sums over the removed weights of each row, or of each column, of a matrix: all [N] fp64, or [K, N] of K matrices.
 
     Attributes:
         predicted: squared scores.
@@ -78,20 +78,45 @@ class LineSums:
     squares: Tensor
     passes: int
 
-    def ratios(self, matrix_ratio: Tensor) -> Tensor:
+    def ratios(self, matrix_ratios: Tensor) -> Tensor:
         """measured / predicted relative to that of the matrix, shrunk towards 1 by its noise.
 
         1 where the noise explains the difference, and for all lines where the loss misses nothing in the matrix.
+
+        Args:
+            matrix_ratios: [] or [K] fp64.
         """
-        expected = matrix_ratio * self.predicted
+        expected = matrix_ratios[..., None] * self.predicted
         difference = self.measured - expected
         n = self.passes
         noise = (self.squares - self.measured.square() / n).clamp(min=0) * n / max(1, n - 1)
-        spread = ((difference.square() - noise).sum() / expected.square().sum()).clamp(min=0) if n > 1 else 0
-        signal = spread * expected.square()
-        known = (signal > 0) & (self.measured.sum() > 0)
+        spread = _sum(difference.square() - noise) / _sum(expected.square())
+        signal = spread.clamp(min=0) * expected.square() if n > 1 else torch.zeros_like(expected)
+        known = (signal > 0) & (_sum(self.measured) > 0)
         own = 1 + torch.where(known, difference / expected * signal / (signal + noise), 0)
         return own.clamp(1 / _LINE_BOUND, _LINE_BOUND)
+
+
+def _sum(lines: Tensor) -> Tensor:
+    return lines.sum(-1, keepdim=True)
+
+
+def ratios_of(lines: Sequence[LineSums], matrix_ratios: Tensor) -> list[Tensor]:
+    """LineSums.ratios() of many matrices; those of equal size are computed together.
+
+    Args:
+        lines: of each matrix.
+        matrix_ratios: [L] fp64.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+    for i, sums in enumerate(lines):
+        places.setdefault((len(sums.predicted), sums.passes), []).append(i)
+    found: dict[int, Tensor] = {}
+    for (_, passes), group in places.items():
+        parts = [torch.stack([getattr(lines[i], name) for i in group]) for name in ("predicted", "measured", "squares")]
+        ratios = LineSums(*parts, passes).ratios(matrix_ratios[torch.tensor(group, device=matrix_ratios.device)])
+        found |= zip(group, ratios, strict=True)
+    return [found[i] for i in range(len(lines))]
 
 
 def respond(
@@ -202,9 +227,9 @@ def _predicted(
         with engine.block(index) as block:
             for name, weight in block.weights.items():
                 removed = weight - fk.masked_weight(weight, masks.packed[name])  # exact: one of the two is 0
-                scale = column_scale(statistics, scales, name)
-                squares = (removed.float() * scale * scales.rows[name][:, None]).square_()
-                predicted[name] = squares.sum(1, dtype=torch.float64), squares.sum(0, dtype=torch.float64)
+                squares = removed.float().square_()
+                of_rows, of_columns = scales.rows[name].square(), column_scale(statistics, scales, name).square()
+                predicted[name] = of_rows.double() * (squares @ of_columns), of_columns.double() * (of_rows @ squares)
     return predicted
 
 
@@ -244,15 +269,17 @@ def move_scales(scales: ScoreScales, lines: Mapping[str, tuple[LineSums, LineSum
         lines: name -> sums of the rows and of the columns.
         step: of the steps of the first round.
     """
-    measured = torch.stack([rows.measured.sum() for rows, _ in lines.values()])
-    predicted = torch.stack([rows.predicted.sum() for rows, _ in lines.values()])
+    row_sums, column_sums = zip(*lines.values(), strict=True)
+    measured = torch.stack([sums.measured.sum() for sums in row_sums])
+    predicted = torch.stack([sums.predicted.sum() for sums in row_sums])
     ratios = torch.where(predicted > 0, measured / predicted, 0)
     middle = ratios[ratios > 0].median()
     ratios = torch.where(predicted > 0, ratios, middle)  # nothing was removed from such a matrix
     steps = (ratios / middle).clamp(1 / _MATRIX_BOUND, _MATRIX_BOUND) ** (step * _MATRIX_STEP / 2)
     line_step = step * _LINE_STEP / 2
     rows, columns = dict(scales.rows), dict(scales.columns)
-    for (name, (row_sums, column_sums)), ratio, own in zip(lines.items(), ratios, steps, strict=True):
-        rows[name] = (rows[name] * own * row_sums.ratios(ratio) ** line_step).float()
-        columns[name] = (columns[name] * column_sums.ratios(ratio) ** line_step).float()
+    of_rows, of_columns = ratios_of(row_sums, ratios), ratios_of(column_sums, ratios)
+    for name, own, of_row, of_column in zip(lines, steps, of_rows, of_columns, strict=True):
+        rows[name] = (rows[name] * own * of_row**line_step).float()
+        columns[name] = (columns[name] * of_column**line_step).float()
     return ScoreScales(rows, columns)

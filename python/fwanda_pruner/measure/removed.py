@@ -58,17 +58,15 @@ class RemovedWeightSums(Sums):
 
     def add(self, name: str, rows: Tensor, columns: Tensor) -> None:
         """Adds what one pass found in a matrix: sums [R] and [C] fp64."""
-        totals = self._totals
-        for key, sums in (("row", rows), ("column", columns)):
-            if f"{name}.{key}s" in totals:
-                totals[f"{name}.{key}s"] += sums
-                totals[f"{name}.{key}_squares"].addcmul_(sums, sums)
-            else:
-                totals[f"{name}.{key}s"], totals[f"{name}.{key}_squares"] = sums, sums.square()
-        passes = f"{name}.passes"
-        totals[passes] = (
-            totals[passes].add_(1) if passes in totals else torch.tensor(1, dtype=torch.int64, device="cpu")
-        )
+        lines, totals = (rows, columns), self._totals
+        if f"{name}.passes" not in totals:
+            totals[f"{name}.rows"], totals[f"{name}.columns"] = lines
+            totals[f"{name}.row_squares"], totals[f"{name}.column_squares"] = rows.square(), columns.square()
+            totals[f"{name}.passes"] = torch.tensor(1, dtype=torch.int64, device="cpu")
+            return
+        torch._foreach_add_((totals[f"{name}.rows"], totals[f"{name}.columns"]), lines)
+        torch._foreach_addcmul_((totals[f"{name}.row_squares"], totals[f"{name}.column_squares"]), lines, lines)
+        totals[f"{name}.passes"] += 1
 
 
 def _forward(target: Target, pruned: Callable[[], Tensor], add: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:
