@@ -87,10 +87,10 @@ def test_op(op, name, make, arguments, device, backend, results, benchmark):
         "op": op,
         "case": name,
         "backend": backend or serving_backend(op, device),
-        "us": round(ours.us, 2),
-        "host_us": None if ours.host_us is None else round(ours.host_us, 1),
-        "joules": ours.joules,
-        "naive_us": round(naive.us * case.naive_scale, 1),
+        "us": round(ours.us / case.in_a_call, 2),
+        "host_us": None if ours.host_us is None else round(ours.host_us / case.in_a_call, 1),
+        "joules": None if ours.joules is None else ours.joules / case.in_a_call,
+        "naive_us": round(naive.us * case.naive_scale / case.in_a_call, 1),
         "bytes": case.bytes_moved,
     }
     if case.bytes_moved is not None:

@@ -47,7 +47,7 @@ def results(request, device) -> OpRows:
     """Collects a row for each benchmark."""
     facts = machine(device) | {"copy_gb_per_s": round(copy_rate(COPY_BYTES[device], device), 1)}
     facts["busy"] = busy(facts, device)
-    rows = OpRows(Path(request.config.getoption("--results")), facts)
+    rows = OpRows(Path(request.config.getoption("--results")), facts, request.config.getoption("--backend"))
     request.config.stash[REPORT] = rows
     return rows
 

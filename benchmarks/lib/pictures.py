@@ -6,7 +6,9 @@ import textwrap
 from pathlib import Path
 
 from .run_tables import Row
-from .speed_tables import Card
+from .speed_tables import Card, by_case
+
+PRODUCTS = ("packed_linear", "to_semi_structured")  # compared with a dense product, not with a copy
 
 
 def pyplot():
@@ -20,17 +22,23 @@ def pyplot():
 
 
 def speed(card: Card) -> Path:
-    """Horizontal bars: naive torch and ours as a share of the speed of a copy. Written beside the first result."""
+    """Bars of each backend and of naive torch, as shares of the speed of a copy. Written beside the first result."""
     plot = pyplot()
     path, result = next(iter(card.results.items()))
-    rows = [row for row in card.rows.values() if row["bytes"] is not None][::-1]
-    figure, axes = plot.subplots(figsize=(9, 0.32 * len(rows) + 1.4), layout="constrained")
-    places = range(len(rows))
-    axes.barh([p + 0.2 for p in places], [row["percent_of_copy"] for row in rows], 0.4, label="fwanda_kernels")
-    naive = [100 * row["copy_us"] / row["naive_us"] for row in rows]
-    axes.barh([p - 0.2 for p in places], naive, 0.4, label="naive torch")
+    cases: dict[str, dict[str, float]] = {}
+    for row in by_case(card):
+        if row["bytes"] is not None and row["op"] not in PRODUCTS:
+            shares = cases.setdefault(f"{row['op']}  {row['case']}", {})
+            shares[row["backend"]] = row["percent_of_copy"]
+            shares["naive torch"] = 100 * row["copy_us"] / row["naive_us"]
+    names = sorted({name for shares in cases.values() for name in shares} - {"naive torch"}) + ["naive torch"]
+    figure, axes = plot.subplots(figsize=(9, (0.1 + 0.14 * len(names)) * len(cases) + 1.4), layout="constrained")
+    height = 0.84 / len(names)
+    for i, name in enumerate(names):
+        places = [case + 0.42 - (i + 0.5) * height for case in range(len(cases))]
+        axes.barh(places, [shares.get(name, 0) for shares in [*cases.values()][::-1]], height, label=name)
     axes.axvline(100, color="black", linewidth=1, label="copy of the same bytes")
-    axes.set_yticks(list(places), [f"{row['op']}  {row['case']}" for row in rows], fontsize=7)
+    axes.set_yticks(range(len(cases)), [*cases][::-1], fontsize=7)
     axes.set_xlabel("% of the speed of a copy (higher is better)")
     axes.set_title("{card}, torch {torch}, {date}".format_map(result), fontsize=9)
     axes.legend(loc="lower right", fontsize=8)

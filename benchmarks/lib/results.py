@@ -63,10 +63,10 @@ def _checked(path: Path, keys: dict[str, type]) -> dict:
 class OpRows:
     """The file of `pytest benchmarks/ --benchmark`, written after each row, so that an early end loses none."""
 
-    def __init__(self, folder: Path, facts: dict):
+    def __init__(self, folder: Path, facts: dict, backend: str | None = None):
         folder.mkdir(parents=True, exist_ok=True)
-        card = slug(facts["card"]).replace(".", "-")
-        self.path = folder / f"ops-{card}-{facts['date']}.json"
+        card, which = slug(facts["card"]).replace(".", "-"), f"-{backend}" if backend else ""
+        self.path = folder / f"ops-{card}-{facts['date']}{which}.json"
         self.facts = facts | {"rows": []}
 
     def add(self, row: dict) -> None:

@@ -20,7 +20,12 @@ README_ROWS = {
     ("foreach_accumulate_sq_sums_", "7B block, 8192 tokens"): "squared sums of a 7B block, 8192 tokens",
     ("obs_prune_", "4096 x 11008"): "SparseGPT walk, 4096 x 11008",
 }
-README_CARDS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+# (card, backend) -> head of its column in the README
+README_COLUMNS = {
+    ("NVIDIA H200", "native"): "H200, CUDA kernels",
+    ("NVIDIA H200", "triton"): "H200, Triton kernels",
+    ("NVIDIA H100 80GB HBM3", "native"): "H100, CUDA kernels",
+}
 README_RUN = {"shape": "llama-2-7b", "method": "fwanda", "allocation": "row", "settings": {"compile": "on"}}
 
 
@@ -30,18 +35,20 @@ class Card:
 
     Attributes:
         results: path -> result of each file that has a row here, older first.
-        rows: (op, case) -> its newest row.
+        rows: (op, case, backend) -> its newest row.
     """
 
     results: dict[Path, dict]
-    rows: dict[tuple[str, str], dict]
+    rows: dict[tuple[str, str, str], dict]
 
 
 def cards(folder: Path, *, hosts: bool) -> dict[str, Card]:
     """Name -> Card, with the rows of the hosts or with those of the ops."""
     found: dict[str, Card] = {}
     for path, result in read_all("ops", folder).items():
-        rows = {(row["op"], row["case"]): row for row in result["rows"] if (row["op"] in HOSTS) == hosts}
+        rows = {
+            (row["op"], row["case"], row["backend"]): row for row in result["rows"] if (row["op"] in HOSTS) == hosts
+        }
         if rows:
             card = found.setdefault(result["card"], Card({}, {}))
             card.results[path] = result
@@ -72,12 +79,24 @@ def op_table(card: Card) -> str:
     result = next(iter(card.results.values()))
     mebibytes = COPY_BYTES["cuda" if result["driver"] else "cpu"] >> 20
     copied = f"A copy of {mebibytes:,} MiB runs at {result['copy_gb_per_s']:.0f} GB/s."
-    head = ("op", "case", "backend", "µs", "GB/s", "% of a copy of the same bytes", "naive torch, µs", "speedup")
+    head = ("op", "case", "backend", "µs", "host µs", "GB/s", "% of a copy", "naive torch, µs", "speedup")
     rows = [
-        (f"`{row['op']}`", row["case"], row["backend"], f"{row['us']:.1f}", *rates(row), *times_naive(row))
-        for row in card.rows.values()
+        (f"`{row['op']}`", row["case"], row["backend"], f"{row['us']:.1f}", host(row), *rates(row), *times_naive(row))
+        for row in by_case(card)
     ]
     return f"{caption([card])} {copied}\n{source(card)}\n\n{table(head, rows)}"
+
+
+def by_case(card: Card) -> list[dict]:
+    """The rows, those of one op and case together, in the order of the first of them."""
+    places: dict[tuple[str, str], int] = {}
+    for op, case, _ in card.rows:
+        places.setdefault((op, case), len(places))
+    return sorted(card.rows.values(), key=lambda row: (places[row["op"], row["case"]], row["backend"]))
+
+
+def host(row: dict) -> str:
+    return "-" if row.get("host_us") is None else f"{row['host_us']:.0f}"
 
 
 def rates(row: dict) -> tuple[str, str]:
@@ -104,38 +123,43 @@ def hosts(folder: Path = RESULTS) -> str:
 
 
 def readme(folder: Path = RESULTS) -> str:
-    """A small table of a few ops and one whole run, on two cards side by side."""
+    """A small table of a few ops and one whole run, with a column for each card and backend."""
     measured = cards(folder, hosts=False)
     runs = {run["card"]: run for run in newest_runs(folder) if README_RUN.items() <= run.items()}
-    used = [name for name in README_CARDS if name in measured and name in runs]
-    head = [""]
-    for name in used:
-        head += [name.removeprefix("NVIDIA ").split()[0], "% of copy", "x naive torch"]
+    columns = [
+        (card, backend)
+        for card, backend in README_COLUMNS
+        if card in runs and any((*key, backend) in measured[card].rows for key in README_ROWS if card in measured)
+    ]
+    head = ["", *(README_COLUMNS[column] for column in columns)]
     rows = [
-        [label, *(text for name in used for text in op_cells(measured[name], key))]
+        [label, *(op_cell(measured[card].rows.get((*key, backend))) for card, backend in columns)]
         for key, label in README_ROWS.items()
     ]
-    rows.append(["a whole F-Wanda run of a 7B", *(text for name in used for text in run_cells(runs[name]))])
-    run = runs[used[0]]
+    whole = [run_cell(runs[card]) if backend == "native" else "-" for card, backend in columns]
+    rows.append(["a whole F-Wanda run of a 7B", *whole])
+    run = next(iter(runs.values()))
     protocol = (
         f"The whole run: shape of {run['shape']}, random weights, {run['tokens']} calibration tokens, {run['dtype']}, "
         f"`{run['allocation']}` allocation, {run['sparsity']} removed, backward pass on all windows, compiled, warm; "
         "joules are gross."
     )
-    return f"{caption(measured[name] for name in used)} {protocol}\n\n{table(head, rows)}"
+    used = dict.fromkeys(card for card, _ in columns)
+    return f"{caption(measured[card] for card in used)} {protocol}\n\n{table(head, rows)}"
 
 
-def op_cells(card: Card, key: tuple[str, str]) -> tuple[str, str, str]:
-    """Time, share of a copy's speed, and speedup over naive torch; dashes if the op was not measured."""
-    row = card.rows.get(key)
+def op_cell(row: dict | None) -> str:
+    """Time, share of a copy's speed, and speedup over naive torch; a dash if the op was not measured."""
     if row is None:
-        return "-", "-", "-"
-    return f"{row['us']:,.0f} µs", rates(row)[1], f"{row['naive_us'] / row['us']:.1f}"
+        return "-"
+    share = "" if row["bytes"] is None else f", {row['percent_of_copy']:.0f} %"
+    return f"{row['us']:,.0f} µs{share}, {row['naive_us'] / row['us']:.0f}x"
 
 
-def run_cells(run: dict) -> tuple[str, str, str]:
-    """Seconds and joules of the warm runs, no share of a copy's speed, and the speedup over plain torch."""
+def run_cell(run: dict) -> str:
+    """Seconds and joules of the warm runs, and the speedup over plain torch."""
     spread = run["ours"]["spread"]
     energy = spread["gross_joules"]
     joules = "" if energy is None else f", {energy['mean'] / 1e3:.1f} kJ"
-    return f"{spread['total_seconds']['mean']:.1f} s{joules}", "-", f"{run['speedup']:.1f}" if "speedup" in run else "-"
+    speedup = f", {run['speedup']:.1f}x" if "speedup" in run else ""
+    return f"{spread['total_seconds']['mean']:.1f} s{joules}{speedup}"

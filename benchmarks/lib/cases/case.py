@@ -22,6 +22,7 @@ class Case:
         reset: restores what the calls change; None if they change nothing.
         product: the matrix product that bounds the work, as torch computes it; None if no product does.
         naive_scale: factor on the naive time, where the naive calls do only a part of the work.
+        in_a_call: how many times a call of `ours` and of `naive` does the work.
     """
 
     ours: list[Callable]
@@ -31,11 +32,22 @@ class Case:
     reset: Callable | None = None
     product: Callable | None = None
     naive_scale: float = 1.0
+    in_a_call: int = 1
 
 
 def buffer_count(buffer_bytes: int, device: str) -> int:
     """How many buffers of this size together exceed the caches."""
     return max(2, ROTATE_BYTES[device] // buffer_bytes + 1)
+
+
+def recorded(calls: list[Callable]) -> Callable:
+    """All calls as one CUDA graph: its replay costs the host little."""
+    calls[0]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
 
 
 def random_weight(rows: int, cols: int, device: str, dtype=BF16) -> Tensor:
