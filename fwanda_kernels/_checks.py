@@ -72,7 +72,12 @@ def expect_weight(op: str, weight: Tensor, name: str = "weight") -> None:
 
 
 def expect_each(
-    op: str, name: str, tensors: Sequence[Tensor], shapes: Sequence[tuple], dtypes: tuple[torch.dtype, ...], like: Tensor
+    op: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple],
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor,
 ) -> None:
     """expect() for each tensor of a list that is as long as `shapes`."""
     _expect_each_dense(op, name, tensors)

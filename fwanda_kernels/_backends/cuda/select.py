@@ -66,7 +66,7 @@ def foreach_row_topk_prune_(
 
 
 def sizes_of(weights: list[Tensor]) -> list[tuple[int, int, int]] | None:
-    """(rows, columns, row stride) of each matrix; None if dtypes differ, or if a row does not fit into shared memory."""
+    """(rows, columns, row stride) of each matrix; None if dtypes differ or a row does not fit into shared memory."""
     first, dtype = weights[0], weights[0].dtype
     if not serves(first):
         return None
