@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WRITTEN = 128  # int64 values, which fit the 4 KB of a kernel's arguments
 _compiled: dict[tuple, tuple] = {}
 
 
@@ -87,17 +86,8 @@ def find(starts, count, BLOCK_L: tl.constexpr):
     return found, tl.program_id(0) - tl.load(starts + found).to(tl.int32)
 
 
-@triton.jit
-def _write_kernel(table, values):
-    for i in tl.static_range(len(values)):
-        tl.store(table + i, (values[i] & 0x3FFFFFFFFFFFFFFF) >> 1)
-
-
 def table_of(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
-    """Table [fields, L] int64 for one launch over L tensors, on the device of `like`, from an entry for each tensor.
-
-    Values lie in [0, 2^61).
-    """
+    """Table [fields, L] int64 for one launch over L tensors, on the device of `like`, from an entry for each tensor."""
     if capturing(like):
         return written_table(entries, like)
     return _table(tuple(entries), like.device, _stream(like) if like.is_cuda else 0)
@@ -113,15 +103,11 @@ def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: i
 
 
 def written_table(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
-    """table_of() without a copy from the host: kernels carry the values, WRITTEN of them each."""
-    flat = [value for field in zip(*entries, strict=True) for value in field]
-    table = torch.empty(cdiv(len(flat), WRITTEN) * WRITTEN, dtype=torch.int64, device=like.device)
-    for start in range(0, len(flat), WRITTEN):
-        values = flat[start : start + WRITTEN]
-        values += [0] * (WRITTEN - len(values))
-        # one compiled kernel serves all values, if Triton sees odd numbers of more than 32 bits
-        _write_kernel[(1,)](table[start:], tuple(1 << 62 | value << 1 | 1 for value in values))
-    return table[: len(flat)].view(-1, len(entries))
+    """table_of() without a copy from the host: the values are arguments of torch's kernels for lists, about 90 each."""
+    values = [value for field in zip(*entries, strict=True) for value in field]
+    table = torch.zeros(len(values), dtype=torch.int64, device=like.device)
+    torch._foreach_add_(list(table), values)
+    return table.view(-1, len(entries))
 
 
 def capturing(tensor: Tensor) -> bool:
