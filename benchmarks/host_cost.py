@@ -3,7 +3,8 @@
 python benchmarks/host_cost.py [--backend native|triton]
 
 Without a GPU, a stand-in for the CUDA driver takes the launches, and the tensors lie in CPU memory. All else runs as
-with a GPU: checks, dispatch, plans, parameters, and the call of the driver. Needs a C compiler, and NVRTC or Triton.
+with a GPU: checks, dispatch, plans, parameters, and the call of the driver. torch's own ops then work on the CPU, which
+makes `select_threshold` through Triton much slower than on a GPU. Needs a C compiler, and NVRTC or Triton.
 """
 
 import argparse
@@ -21,8 +22,10 @@ from fwanda_kernels import _dispatch
 from fwanda_kernels.testing import make_keep, make_scale, make_weight
 
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS, CALLS = 100, 20  # so few calls that the queue of a GPU never fills
+ROUNDS, CALLS = 100, 20  # so few calls that the queue of a GPU never fills; of calls that take over 1 ms, one
+SECONDS = 1.0  # for an op, at most
 ROWS, COLS = 64, 512
+MATRICES = 224  # of a model of 7B parameters
 
 
 def calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -43,19 +46,27 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], object]]]:
     scales, keeps = [scale] * 7, [keep] * 7
     yield "foreach_row_topk_prune_, 7", lambda: fk.foreach_row_topk_prune_(weights, scales, keeps, bad=bads)
     yield "foreach_accumulate_sq_sums_, 11", lambda: fk.foreach_accumulate_sq_sums_(accs, [weight] * 11)
+    model = [weight.clone() for _ in range(MATRICES)]
+    flags, kept = torch.zeros(MATRICES, dtype=torch.int32, device=device), MATRICES * ROWS * COLS // 2
+    row_scale = make_scale(ROWS, device=device)
+    lists = [[tensor.clone() for _ in model] for tensor in (row_scale, scale, keep)]
+    name = f"foreach_row_topk_prune_, {MATRICES}"
+    yield name, lambda: fk.foreach_row_topk_prune_(model, *lists[1:], bad=flags)
+    yield f"select_threshold, {MATRICES}", lambda: fk.select_threshold(model, *lists[:2], kept, bad=bad)
 
 
 def host_us(call: Callable[[], object]) -> float:
     """The least mean of a few calls: other processes only add to it."""
-    rounds = []
-    for _ in range(ROUNDS):
+    rounds, end, calls = [], time.perf_counter() + SECONDS, CALLS
+    while len(rounds) < ROUNDS and (len(rounds) < 5 or time.perf_counter() < end):
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
-        rounds.append(time.perf_counter() - start)
+        rounds.append((time.perf_counter() - start) / calls)
+        calls = CALLS if rounds[-1] < 1e-3 else 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    return min(rounds) / CALLS * 1e6
+    return min(rounds) * 1e6
 
 
 def pretend_gpu(backend: str) -> None:

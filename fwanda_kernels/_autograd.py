@@ -56,9 +56,9 @@ def counting_changes(schema: torch.FunctionSchema) -> Callable[[tuple], None]:
     def count_changes(args: tuple) -> None:
         tensors = []
         for i, argument in changed:
-            for tensor in _tensors(args[i]):
-                _refuse_change(name, argument, tensor)
-                tensors.append(tensor)
+            given = _tensors(args[i])
+            _refuse_change(name, argument, given)
+            tensors += given
         if tensors:
             torch.autograd.graph.increment_version(tensors)
 
@@ -73,16 +73,15 @@ def _is_changed(argument: torch.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _refuse_change(name: str, argument: str, tensor: Tensor) -> None:
+def _refuse_change(name: str, argument: str, tensors: list[Tensor]) -> None:
     """Raise RuntimeError where torch's own in-place ops do, and where they would record a derivative."""
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.is_inference_mode_enabled() and any([tensor.is_inference() for tensor in tensors]):
         raise RuntimeError(
             f"{name}: {argument} was made in inference mode and cannot be changed outside it; pass a clone of it"
         )
     if forward_ad._current_level >= 0:
-        _refuse_tangent(name, [tensor])
-    leads_to_grad = tensor.requires_grad or tensor._is_view() and tensor._base.requires_grad
-    if leads_to_grad and torch.is_grad_enabled():
+        _refuse_tangent(name, tensors)
+    if torch.is_grad_enabled() and any([t.requires_grad or t._is_view() and t._base.requires_grad for t in tensors]):
         raise RuntimeError(
             f"{name}: {argument} requires grad, or is a view of a tensor that does, and this op has no derivative; "
             f"call it under torch.no_grad() or pass {argument}.detach()"

@@ -71,6 +71,40 @@ def expect_weight(op: str, weight: Tensor, name: str = "weight") -> None:
         raise ValueError(f"{op}: {name} must be {expected}, got {describe_tensor(weight)}")
 
 
+def expect_each(
+    op: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple],
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor,
+) -> None:
+    """expect() for each tensor of a list that is as long as `shapes`."""
+    _expect_each_dense(op, name, tensors)
+    device = like.device
+    for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != device:
+            expect(op, f"{name}[{i}]", tensor, shape, dtypes, like)
+
+
+def expect_weights(op: str, weights: Sequence[Tensor]) -> list[torch.Size]:
+    """expect_weight() for each tensor of the list `weights`, all on one device; returns their shapes."""
+    _expect_each_dense(op, "weights", weights)
+    device, shapes = weights[0].device, [weight.shape for weight in weights]
+    for i, (weight, shape) in enumerate(zip(weights, shapes, strict=True)):
+        if len(shape) != 2 or weight.dtype not in WEIGHT_DTYPES or weight.device != device:
+            expect_weight(op, weight, f"weights[{i}]")
+            expect_device(op, f"weights[{i}]", weight, weights[0])
+    return shapes
+
+
+def _expect_each_dense(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    compiling, strided = torch.compiler.is_compiling(), torch.strided
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or not compiling and (tensor.layout is not strided or tensor.is_nested):
+            expect_dense(op, f"{name}[{i}]", tensor)
+
+
 def expect_bad(op: str, bad: Tensor | None, like: Tensor, size: int = 1) -> None:
     if bad is not None:
         expect(op, "bad", bad, (size,), INT32, like)
@@ -189,9 +223,12 @@ def expect_apart(op: str, name: str, tensors: Sequence[Tensor]) -> None:
                 f"{op}: the entries of {name} must not overlap in memory, got {describe_tensor(tensor)} with strides "
                 f"{list(tensor.stride())}; pass a contiguous copy"
             )
+    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors] if len(tensors) > 1 else []
+    if len(set(storages)) == len(storages):
+        return
     seen: dict[int, list[Tensor]] = {}
-    for tensor in tensors if len(tensors) > 1 else ():
-        same = seen.setdefault(tensor.untyped_storage().data_ptr(), [])
+    for tensor, storage in zip(tensors, storages, strict=True):
+        same = seen.setdefault(storage, [])
         if tensor.numel() and any(_overlap(tensor, other) for other in same):
             raise ValueError(
                 f"{op}: {name} must not overlap each other in memory, got one {describe_tensor(tensor)} twice"

@@ -80,9 +80,15 @@ int cuFuncSetAttribute(handle function, int attribute, int value) {
   return say("set %s %d %d\n", (char *)function, attribute, value);
 }
 int cuLaunchKernelEx(const struct config *c, handle function, void **parameters, void **extra) {
-  if (extra || c->count > 1 || (c->count && (c->attributes[0] != 6 || c->attributes[2] != 1))) return 1;
+  int early = 0;
+  if (extra || c->count > 2) return 1;
+  for (unsigned i = 0; i < c->count; i++) { /* 18 words each: id, padding, value; 6 is an early start, 4 a cluster */
+    int id = c->attributes[18 * i], value = c->attributes[18 * i + 2];
+    if ((id != 6 && id != 4) || value < 1 || (id == 6 && value != 1)) return 1;
+    early |= id == 6;
+  }
   return say(
-      "%s %s %u,%u,%u %u,%u,%u %u on %zu first %d\n", c->count ? "early" : "launch", (char *)function, c->grid[0],
+      "%s %s %u,%u,%u %u,%u,%u %u on %zu first %d\n", early ? "early" : "launch", (char *)function, c->grid[0],
       c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, (size_t)c->stream, *(int *)parameters[0]);
 }
 int cuMemsetD8Async(size_t address, unsigned char value, size_t size, handle stream) {

@@ -236,10 +236,10 @@ def plans(backend) -> dict[str, list]:
     few, more = (backend.packed.divide(64, 256, tokens, 132, 232_448) for tokens in (3, 9))
     direct = backend.packed.fit(1, 1, 256, 9, 232_448, direct=True)
     return {
-        "mask": select.plan_one(weight, scales[0], keeps[0], bad, mask),
-        "prune": select.plan_one(weight, scales[0], keeps[0], bad, None),
-        "prune list": select.plan_list(weights, scales, keeps, bad),
-        "prune unaligned": select.plan_one(narrow, scales[0][1:253], keeps[0], bad, None),
+        "mask": select.plan_one(weight, (64, 256, 256), scales[0], keeps[0], bad, mask),
+        "prune": select.plan_one(weight, (64, 256, 256), scales[0], keeps[0], bad, None),
+        "prune list": select.plan_list(weights, select.sizes_of(weights), scales, keeps, bad),
+        "prune unaligned": select.plan_one(narrow, (64, 252, 256), scales[0][1:253], keeps[0], bad, None),
         "sums": stats.plan(accs[:1], [weight], None, scratch),
         "masked sums": stats.plan(accs, [weight, narrow], tokens, scratch),
         "keep": sparse24.plan_keep(weight, scales[0], 2, bad, None),
@@ -257,9 +257,9 @@ def plans(backend) -> dict[str, list]:
 def threshold_plan(backend, weights: list, total: int) -> list:
     threshold = backend.threshold
     rows, cols = ([make_scale(w.shape[i]) for w in weights] for i in (0, 1))
-    workspace = torch.empty(threshold.workspace_bytes(weights), dtype=torch.uint8)
     counts = [torch.empty(sum(w.shape[0] for w in weights), dtype=torch.int32) for _ in range(2)]
-    search = threshold.Search(weights, rows, cols, total, workspace, *counts, torch.zeros(1, dtype=torch.int32))
+    bad, sizes = torch.zeros(1, dtype=torch.int32), backend.dense_sizes(weights)
+    search = threshold.Search(weights, sizes, rows, cols, total, *counts, bad)
     return list(search.plan(132))
 
 
@@ -301,7 +301,7 @@ def test_a_list_of_rows_takes_a_launch_for_each_number_of_threads(backend):
     weights = [make_weight(r, c, torch.bfloat16) for r, c in ((3, 64), (2, 5000), (4, 2048), (1, 2056), (0, 64))]
     scales, keeps = [make_scale(w.shape[1]) for w in weights], [make_keep(*w.shape) for w in weights]
     bad = torch.zeros(5, dtype=torch.int32)
-    wide, middle, narrow = select.plan_list(weights, scales, keeps, bad)
+    wide, middle, narrow = select.plan_list(weights, select.sizes_of(weights), scales, keeps, bad)
     assert (wide.kernel, wide.blocks, wide.threads, wide.shared) == ("row_topk_prune", 2, 96, 512 + 10000)
     assert (middle.kernel, middle.blocks, middle.threads) == ("row_topk_prune", 1, 64)
     assert (narrow.kernel, narrow.blocks, narrow.threads) == ("row_topk_prune_list", 7, 32)
@@ -316,7 +316,7 @@ def test_a_list_of_rows_takes_a_launch_for_each_number_of_threads(backend):
 def test_more_matrices_than_a_table_holds_take_several_launches(backend):
     weight, scale = make_weight(2, 32, torch.float16), make_scale(32)
     keep, bad = make_keep(2, 32), torch.zeros(500, dtype=torch.int32)
-    first, second = backend.select.plan_list([weight] * 500, [scale] * 500, [keep] * 500, bad)
+    first, second = backend.select.plan_list([weight] * 500, [(2, 32, 32)] * 500, [scale] * 500, [keep] * 500, bad)
     assert (first.blocks, second.blocks) == (896, 104)
     assert entries(backend.select.ENTRY, second.parameters[0], 1)[0]["first_row"] == 0
 

@@ -67,9 +67,8 @@ def check_nm_of_infinite_scores() -> None:
 
 
 def threshold_lists(kind: str) -> tuple[list, list, list, int]:
-    weights = [
-        make_weight(r, c, dtype, kind=kind, seed=c, device=DEVICE) for r, c, dtype in ((6, 33, BF16), (3, 64, FP32))
-    ]
+    shapes = ((6, 33, BF16), (3, 64, FP32), (2, 40, BF16))
+    weights = [make_weight(r, c, dtype, kind=kind, seed=c, device=DEVICE) for r, c, dtype in shapes]
     row_scales = [make_scale(w.shape[0], seed=3, device=DEVICE) for w in weights]
     col_scales = [make_scale(w.shape[1], seed=4, device=DEVICE) for w in weights]
     return weights, row_scales, col_scales, sum(w.numel() for w in weights)
@@ -105,6 +104,15 @@ def check_small_sample() -> None:
     threshold.SAMPLE, before = 64, threshold.SAMPLE
     check_threshold("heavy_ties")
     threshold.SAMPLE = before
+
+
+def check_written_table() -> None:
+    """The table of a call that a CUDA graph captures is the one that other calls copy."""
+    from fwanda_kernels._backends.triton.launch import table_of, written_table
+
+    entries = [(0, i, 16 * i, (1 << 57) - i) for i in range(40)]
+    like = torch.empty(1, device=DEVICE)
+    assert torch.equal(written_table(entries, like), table_of(entries, like))
 
 
 def check_rows_of_many_parts() -> None:
@@ -252,6 +260,7 @@ CASES |= {
         check_nm_of_infinite_scores,
         check_missed_bracket,
         check_small_sample,
+        check_written_table,
         check_rows_of_many_parts,
         check_longest_rows,
         check_scores_of_one_bucket,

@@ -138,10 +138,8 @@ def foreach_row_topk_prune_(
     """
     op = "foreach_row_topk_prune_"
     checks.expect_lists(op, weights=weights, scales=scales, keeps=keeps)
-    for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
-        checks.expect_weight(op, weight, f"weights[{i}]")
-        checks.expect_device(op, f"weights[{i}]", weight, weights[0])
-        checks.expect(op, f"scales[{i}]", scale, weight.shape[1:], FP32, weights[0])
-        checks.expect(op, f"keeps[{i}]", keep, weight.shape[:1], INT64, weights[0])
+    shapes = checks.expect_weights(op, weights)
+    checks.expect_each(op, "scales", scales, [(cols,) for _, cols in shapes], FP32, weights[0])
+    checks.expect_each(op, "keeps", keeps, [(rows,) for rows, _ in shapes], INT64, weights[0])
     checks.expect_bad(op, bad, weights[0], len(weights))
     _foreach_row_topk_prune_(list(weights), list(scales), list(keeps), bad)

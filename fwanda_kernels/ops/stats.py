@@ -83,8 +83,8 @@ def foreach_accumulate_sq_sums_(
     """
     op = "foreach_accumulate_sq_sums_"
     checks.expect_lists(op, accs=accs, xs=xs)
-    for i, (acc, x) in enumerate(zip(accs, xs, strict=True)):
+    for i, x in enumerate(xs):
         checks.expect_tokens(op, x, token_mask, f"xs[{i}]")
-        checks.expect(op, f"accs[{i}]", acc, x.shape[-1:], FP32, xs[0])
         checks.expect_device(op, f"xs[{i}]", x, xs[0])
+    checks.expect_each(op, "accs", accs, [x.shape[-1:] for x in xs], FP32, xs[0])
     _foreach_accumulate_sq_sums_(list(accs), list(xs), token_mask)

@@ -92,14 +92,12 @@ def select_threshold(
     """
     op = "select_threshold"
     checks.expect_lists(op, weights=weights, row_scales=row_scales, col_scales=col_scales)
-    for i, (weight, rows, cols) in enumerate(zip(weights, row_scales, col_scales, strict=True)):
-        checks.expect_weight(op, weight, f"weights[{i}]")
-        checks.expect(op, f"row_scales[{i}]", rows, weight.shape[:1], FP32, weights[0])
-        checks.expect(op, f"col_scales[{i}]", cols, weight.shape[1:], FP32, weights[0])
-        checks.expect_device(op, f"weights[{i}]", weight, weights[0])
+    shapes = checks.expect_weights(op, weights)
+    checks.expect_each(op, "row_scales", row_scales, [(rows,) for rows, _ in shapes], FP32, weights[0])
+    checks.expect_each(op, "col_scales", col_scales, [(cols,) for _, cols in shapes], FP32, weights[0])
     checks.expect_bad(op, bad, weights[0])
-    total, size = checks.as_count(op, "total", total), sum(w.numel() for w in weights)
+    total, size = checks.as_count(op, "total", total), sum(rows * cols for rows, cols in shapes)
     if not 0 <= total <= size:
         raise ValueError(f"{op}: total must be in [0, {size}], got {total}")
     keep = _select_threshold(list(weights), list(row_scales), list(col_scales), total, bad)
-    return list(keep.split([w.shape[0] for w in weights]))
+    return list(keep.split([rows for rows, _ in shapes]))

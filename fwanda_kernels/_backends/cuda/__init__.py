@@ -38,8 +38,20 @@ def _serves_device(index: int) -> bool:
 
 def dense_rows(matrix: Tensor) -> bool:
     """Whether the card can run the kernels, and the matrix is not empty and has a column stride of 1."""
-    (rows, cols), (_, col_stride) = matrix.shape, matrix.stride()
-    return serves(matrix) and 0 < rows <= MAX_SIZE and 0 < cols <= MAX_SIZE and (col_stride == 1 or cols == 1)
+    return dense_sizes([matrix]) is not None
+
+
+def dense_sizes(matrices: Sequence[Tensor]) -> list[tuple[int, int, int]] | None:
+    """(rows, columns, row stride) of each matrix on one device, or None if dense_rows() is false for one of them."""
+    if not serves(matrices[0]):
+        return None
+    sizes = []
+    for matrix in matrices:
+        (rows, cols), (row_stride, col_stride) = matrix.shape, matrix.stride()
+        if not (0 < rows <= MAX_SIZE and 0 < cols <= MAX_SIZE and (col_stride == 1 or cols == 1)):
+            return None
+        sizes.append((rows, cols, row_stride))
+    return sizes
 
 
 def aligned(address: int, row_stride: int, cols: int, itemsize: int) -> bool:

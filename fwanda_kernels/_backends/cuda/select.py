@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from itertools import groupby
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -28,100 +28,113 @@ BESIDE_ROW = 3072  # bytes of shared memory that a block needs at most besides i
 
 
 def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
-    if not _serves(weight):
+    sizes = sizes_of([weight])
+    if sizes is None:
         return NotImplemented
     if bad is None:
         raise_if_bad("row_topk_mask", bad_code(weight, scale, keep))
         bad = new_flag(weight)
     mask = torch.empty_like(weight, dtype=torch.bool, memory_format=torch.contiguous_format)
     scale, keep = scale.contiguous(), keep.contiguous()
-    run(weight, plan_one(weight, scale, keep, bad, mask))
+    run(weight, plan_one(weight, sizes[0], scale, keep, bad, mask))
     return mask
 
 
 def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
-    if not _serves(weight):
+    sizes = sizes_of([weight])
+    if sizes is None:
         return NotImplemented
     if bad is None:
         raise_if_bad("row_topk_prune_", bad_code(weight, scale, keep))
         bad = new_flag(weight)
     scale, keep = scale.contiguous(), keep.contiguous()
-    run(weight, plan_one(weight, scale, keep, bad, None))
+    run(weight, plan_one(weight, sizes[0], scale, keep, bad, None))
 
 
 def foreach_row_topk_prune_(
     weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor | None
 ) -> None:
-    if not all(weight.dtype == weights[0].dtype and _serves(weight) for weight in weights):
+    sizes = sizes_of(weights)
+    if sizes is None:
         return NotImplemented
     if bad is None:
         for i, matrix in enumerate(zip(weights, scales, keeps, strict=True)):
             raise_if_bad(f"foreach_row_topk_prune_ at index {i}", bad_code(*matrix))
         bad = new_flag(weights[0], len(weights))
     scales, keeps = [s.contiguous() for s in scales], [k.contiguous() for k in keeps]
-    run(weights[0], plan_list(weights, scales, keeps, bad))
+    run(weights[0], plan_list(weights, sizes, scales, keeps, bad))
 
 
-def _serves(weight: Tensor) -> bool:
-    """Whether each row fits into shared memory."""
-    (rows, cols), (row_stride, col_stride) = weight.shape, weight.stride()
-    if not serves(weight) or col_stride != 1 or row_stride < cols or not 1 <= cols <= MAX_COLUMNS or rows > MAX_ROWS:
-        return False
-    return cols * ITEMSIZE[weight.dtype] + BESIDE_ROW <= shared_bytes(weight)
+def sizes_of(weights: list[Tensor]) -> list[tuple[int, int, int]] | None:
+    """(rows, columns, row stride) of each matrix; None if dtypes differ or a row does not fit into shared memory."""
+    first, dtype = weights[0], weights[0].dtype
+    if not serves(first):
+        return None
+    most_cols = min(MAX_COLUMNS, (shared_bytes(first) - BESIDE_ROW) // ITEMSIZE[dtype])
+    sizes = []
+    for weight in weights:
+        (rows, cols), (row_stride, col_stride) = weight.shape, weight.stride()
+        if col_stride != 1 or row_stride < cols or not 1 <= cols <= most_cols or rows > MAX_ROWS:
+            return None
+        if weight.dtype != dtype:
+            return None
+        sizes.append((rows, cols, row_stride))
+    return sizes
 
 
-def plan_one(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor, mask: Tensor | None) -> list[Launch]:
+def plan_one(
+    weight: Tensor, size: tuple[int, int, int], scale: Tensor, keep: Tensor, bad: Tensor, mask: Tensor | None
+) -> list[Launch]:
     """One launch that prunes a matrix in place, or writes mask [R, C] bool. Scale and keep are contiguous."""
+    (rows, cols, row_stride), address, scales = size, weight.data_ptr(), scale.data_ptr()
     kernel, target = ("row_topk_prune", 0) if mask is None else ("row_topk_mask", mask.data_ptr())
-    entry = _entry(weight, target, scale, keep, bad.data_ptr())
+    entry = address, target, scales, keep.data_ptr(), bad.data_ptr(), row_stride, rows, cols, 0
     itemsize = ITEMSIZE[weight.dtype]
-    module = ("select", variant(weight.dtype, _in_vectors(entry, itemsize) and not target % 4))
-    return [_launch(module, kernel, [entry], itemsize, 1)] if entry[6] else []
+    in_vectors = aligned(address | scales, row_stride, cols, itemsize) and not target % 4
+    module = ("select", variant(weight.dtype, in_vectors))
+    return [_launch(module, kernel, [entry], rows, itemsize, 1)] if rows else []
 
 
-def plan_list(weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor) -> list[Launch]:
+def plan_list(
+    weights: list[Tensor], sizes: list[tuple[int, int, int]], scales: list[Tensor], keeps: list[Tensor], bad: Tensor
+) -> list[Launch]:
     """Launches that prune matrices, one for each number of threads that a row takes. All but weights is contiguous."""
-    flags, itemsize = bad.data_ptr(), ITEMSIZE[weights[0].dtype]
-    entries = [
-        _entry(weight, 0, scale, keep, flags + 4 * i)
-        for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True))
-    ]
-    module = ("select", variant(weights[0].dtype, all(_in_vectors(entry, itemsize) for entry in entries)))
+    flag, itemsize, in_vectors = bad.data_ptr(), ITEMSIZE[weights[0].dtype], True
+    parts: dict[int, list[_Part]] = {}  # by the threads of a row
+    for weight, (rows, cols, row_stride), scale, keep in zip(weights, sizes, scales, keeps, strict=True):
+        address, scale_at = weight.data_ptr(), scale.data_ptr()
+        in_vectors = in_vectors and aligned(address | scale_at, row_stride, cols, itemsize)
+        if rows:
+            part = _part_with_room(parts.setdefault(_threads(cols), []), rows)
+            part.entries.append((address, 0, scale_at, keep.data_ptr(), flag, row_stride, rows, cols, part.rows))
+            part.rows += rows
+        flag += 4
+    module = ("select", variant(weights[0].dtype, in_vectors))
     launches = []
-    entries = sorted((e for e in entries if e[6]), key=_threads, reverse=True)  # rows of most threads first
-    for _, group in groupby(entries, key=_threads):
-        for part in _parts(list(group)):
-            name, room = ("row_topk_prune", 1) if len(part) == 1 else ("row_topk_prune_list", MAX_MATRICES)
-            launches.append(_launch(module, name, part, itemsize, room))
+    for threads in sorted(parts, reverse=True):  # rows of most threads first
+        for part in parts[threads]:
+            name, room = ("row_topk_prune", 1) if len(part.entries) == 1 else ("row_topk_prune_list", MAX_MATRICES)
+            launches.append(_launch(module, name, part.entries, part.rows, itemsize, room))
     return launches
 
 
-def _entry(weight: Tensor, mask: int, scale: Tensor, keep: Tensor, bad: int) -> tuple:
-    """The members of ENTRY but the last."""
-    (rows, cols), (row_stride, _) = weight.shape, weight.stride()
-    return weight.data_ptr(), mask, scale.data_ptr(), keep.data_ptr(), bad, row_stride, rows, cols
+class _Part:
+    """What one launch holds of a list: the members of ENTRY for each matrix, and all their rows."""
+
+    def __init__(self):
+        self.entries: list[tuple] = []
+        self.rows = 0
 
 
-def _in_vectors(entry: tuple, itemsize: int) -> bool:
-    """Whether the bulk copies fit, as aligned()."""
-    return aligned(entry[0] | entry[2], entry[5], entry[7], itemsize)
+def _part_with_room(parts: list[_Part], rows: int) -> _Part:
+    if not parts or len(parts[-1].entries) == MAX_MATRICES or parts[-1].rows + rows > MAX_ROWS:
+        parts.append(_Part())
+    return parts[-1]
 
 
-def _parts(entries: list[tuple]) -> list[list[tuple]]:
-    """Cut a list into what one launch can hold."""
-    parts, rows = [[]], 0
-    for entry in entries:
-        rows += entry[6]
-        if rows > MAX_ROWS or len(parts[-1]) == MAX_MATRICES:
-            parts.append([])
-            rows = entry[6]
-        parts[-1].append(entry)
-    return parts
-
-
-def _threads(entry: tuple) -> int:
+def _threads(cols: int) -> int:
     """Threads of a row: a warp for 2,048 columns."""
-    return -(-entry[7] // COLUMNS_PER_WARP) * 32
+    return -(-cols // COLUMNS_PER_WARP) * 32
 
 
 @cache
@@ -135,13 +148,10 @@ def list_bytes(threads: int) -> int:
     return max(2 * threads, 8 * (128 if threads >= 256 else 64))
 
 
-def _launch(module: tuple[str, str], kernel: str, entries: list[tuple], itemsize: int, room: int) -> Launch:
-    """One launch over matrices whose rows take the same number of threads."""
-    table, rows = [COUNT.pack(len(entries))], 0
-    for entry in entries:
-        table.append(ENTRY.pack(*entry, rows))
-        rows += entry[6]
-    if len(entries) < room:
-        table.append(bytes(ENTRY.size * (room - len(entries))))
-    threads, widest = _threads(entries[0]), max(entry[7] for entry in entries)
-    return Launch(module, kernel, rows, threads, (b"".join(table),), _dynamic_bytes(threads, widest * itemsize))
+def _launch(module: tuple[str, str], kernel: str, entries: list[tuple], rows: int, itemsize: int, room: int) -> Launch:
+    """One launch over matrices whose rows, so many in all, take the same number of threads."""
+    rest = bytes(ENTRY.size * (room - len(entries)))
+    table = b"".join([COUNT.pack(len(entries)), *starmap(ENTRY.pack, entries), rest])
+    widest = max([entry[7] for entry in entries])
+    threads = _threads(widest)
+    return Launch(module, kernel, rows, threads, (table,), _dynamic_bytes(threads, widest * itemsize))

@@ -6,13 +6,14 @@ import math
 import struct
 from collections.abc import Iterator
 from functools import partial
+from itertools import starmap
 
 import torch
 from torch import Tensor
 
 from ..._checks import new_flag, raise_if_bad
 from ..._ties import keep_last_ties
-from . import ITEMSIZE, aligned, dense_rows, multiprocessors, run, variant
+from . import ITEMSIZE, aligned, dense_sizes, multiprocessors, run, variant
 from . import about as _about
 from .driver import Launch, Zero
 from .layout import INT, LONG, POINTER, Layout
@@ -41,15 +42,14 @@ def select_threshold(
     weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor | None
 ) -> Tensor:
     """If total is 0, the kernel searches for 1 weight, so that it still checks all values."""
-    rows = sum(w.shape[0] for w in weights)
-    if rows > 0x7FFFFFFF or not all(dense_rows(w) for w in weights):
+    sizes = dense_sizes(weights)
+    if sizes is None or (rows := sum(size[0] for size in sizes)) > 0x7FFFFFFF:
         return NotImplemented
     first = weights[0]
     flag = new_flag(first) if bad is None else bad
     row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
-    workspace = torch.empty(workspace_bytes(weights), dtype=torch.uint8, device=first.device)
     larger, equal = torch.empty(2, rows, dtype=torch.int32, device=first.device)
-    search = Search(weights, row_scales, col_scales, max(total, 1), workspace, larger, equal, flag)
+    search = Search(weights, sizes, row_scales, col_scales, max(total, 1), larger, equal, flag)
     run(first, list(search.plan(multiprocessors(first))))
     if bad is None:
         raise_if_bad("select_threshold", flag)
@@ -58,21 +58,8 @@ def select_threshold(
     return keep_last_ties(larger.long(), equal.long(), total - larger.sum())
 
 
-def _up(size: int, unit: int = 256) -> int:
-    return -(-size // unit) * unit
-
-
-def _parts(weights: list[Tensor]) -> tuple[int, int, int]:
-    """Where the tile counters, the padded scales and the sample begin in the workspace."""
-    counters = 8 * BINS + _up(STATE_BYTES)
-    scales = counters + _up(4 * len(weights) * (PASSES + 1))
-    return counters, scales, scales + 4 * sum(_up(w.shape[1], STRIP) for w in weights)
-
-
-def workspace_bytes(weights: list[Tensor]) -> int:
-    """Bytes of scratch memory: the larger of 36 MB, and 2 MB plus 1 B for each 96 weights; and 4 B for each column."""
-    size = sum(w.numel() for w in weights)
-    return _parts(weights)[2] + max(4 * min(size, SAMPLE), 8 * (size // LIST_SHARE))
+def _up(size: int) -> int:
+    return -(-size // 256) * 256
 
 
 def ranks_of(total: int, size: int, drawn: int) -> tuple[int, int, int, bool, bool]:
@@ -87,41 +74,47 @@ def ranks_of(total: int, size: int, drawn: int) -> tuple[int, int, int, bool, bo
 class Group:
     """Matrices of one dtype, all in vectors or none, that share a launch."""
 
-    def __init__(self, module: tuple[str, str], itemsize: int):
-        self.module, self.itemsize = module, itemsize
-        self.entries: list[bytes] = []
+    def __init__(self, dtype: torch.dtype, in_vectors: bool):
+        self.module, self.itemsize = ("threshold", variant(dtype, in_vectors)), ITEMSIZE[dtype]
+        self.entries: list[tuple] = []  # the members of ENTRY
         self.tiles = 0
 
     def table(self) -> bytes:
         rest = bytes(ENTRY.size * (MAX_MATRICES - len(self.entries)))
-        return b"".join([TABLE_HEAD.pack(len(self.entries), self.tiles), *self.entries, rest])
+        return b"".join([TABLE_HEAD.pack(len(self.entries), self.tiles), *starmap(ENTRY.pack, self.entries), rest])
 
 
 class Search:
     """The search for the total-th largest score, and the counts above and at it.
 
+    Its workspace has 2 MB for a histogram, 4 B for each column, and the larger of 34 MB and 1 B for each 96 weights.
+
     Args:
         weights, row_scales, col_scales: as in the op, contiguous but for the rows of weights.
+        sizes: dense_sizes() of the weights.
         total: at least 1.
-        workspace: workspace_bytes() of uint8.
         larger, equal: [R] int32, written.
         bad: [1] int32.
     """
 
     def __init__(
-        self, weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int,
-        workspace: Tensor, larger: Tensor, equal: Tensor, bad: Tensor,
+        self, weights: list[Tensor], sizes: list[tuple[int, int, int]], row_scales: list[Tensor],
+        col_scales: list[Tensor], total: int, larger: Tensor, equal: Tensor, bad: Tensor,
     ):  # fmt: skip
-        self._total, self._size, self._count = total, sum(w.numel() for w in weights), len(weights)
-        self._rows, self._drawn = larger.numel(), min(self._size, SAMPLE)
-        start = workspace.data_ptr()
-        self._start = start
-        self._counters, scales, sample = (start + part for part in _parts(weights))
-        self._zeros = scales - start
-        self._groups = _groups(weights, row_scales, col_scales, scales)
-        # the list takes the place of the sample
-        state, capacity = start + 8 * BINS, self._size // LIST_SHARE
-        self._space = WORKSPACE.pack(state, start, self._counters, scales, sample, sample, capacity)
+        size = sum([rows * cols for rows, cols, _ in sizes])
+        self._total, self._size, self._count = total, size, len(sizes)
+        self._rows, self._drawn, capacity = larger.numel(), min(size, SAMPLE), size // LIST_SHARE
+        # histogram, state, counters of tiles, padded scales, and the sample, whose place the list takes
+        state = 8 * BINS
+        counters = state + _up(STATE_BYTES)
+        self._zeros = counters + _up(4 * self._count * (PASSES + 1))
+        sample = self._zeros + 4 * STRIP * sum([-(-cols // STRIP) for _, cols, _ in sizes])
+        end = sample + max(4 * self._drawn, 8 * capacity)
+        self._workspace = torch.empty(end, dtype=torch.uint8, device=bad.device)
+        self._start = start = self._workspace.data_ptr()
+        self._counters, scales, sample = start + counters, start + self._zeros, start + sample
+        self._groups = _groups(weights, sizes, row_scales, col_scales, scales)
+        self._space = WORKSPACE.pack(start + state, start, self._counters, scales, sample, sample, capacity)
         self._outputs = [POINTER.pack(tensor.data_ptr()) for tensor in (larger, equal, bad)]
 
     def plan(self, processors: int) -> Iterator[Launch | Zero]:
@@ -168,25 +161,27 @@ class Search:
         return Launch(self._groups[0].module, kernel, blocks, threads, (self._space, *rest))
 
 
-def _groups(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], padded: int) -> list[Group]:
+def _groups(
+    weights: list[Tensor], sizes: list[tuple[int, int, int]], row_scales: list[Tensor], col_scales: list[Tensor],
+    padded: int,
+) -> list[Group]:  # fmt: skip
     """padded: address of the padded scales of the first matrix."""
     groups: list[Group] = []
+    filling: dict[tuple[torch.dtype, bool], Group] = {}
     element = row = 0
-    for weight, row_scale, col_scale in zip(weights, row_scales, col_scales, strict=True):
-        (rows, cols), (row_stride, _), address = weight.shape, weight.stride(), weight.data_ptr()
-        itemsize = ITEMSIZE[weight.dtype]
-        module = ("threshold", variant(weight.dtype, aligned(address, row_stride, cols, itemsize)))
-        group = next((g for g in groups if g.module == module and len(g.entries) < MAX_MATRICES), None)
-        if group is None:
-            groups.append(group := Group(module, itemsize))
-        group.entries.append(
-            ENTRY.pack(
-                address, row_scale.data_ptr(), col_scale.data_ptr(), row_stride, rows, cols,
-                padded, element, row, group.tiles,
-            )
-        )  # fmt: skip
+    for weight, size, row_scale, col_scale in zip(weights, sizes, row_scales, col_scales, strict=True):
+        (rows, cols, row_stride), address, dtype = size, weight.data_ptr(), weight.dtype
+        kind = dtype, aligned(address, row_stride, cols, ITEMSIZE[dtype])
+        group = filling.get(kind)
+        if group is None or len(group.entries) == MAX_MATRICES:
+            group = filling[kind] = Group(*kind)
+            groups.append(group)
+        group.entries.append((
+            address, row_scale.data_ptr(), col_scale.data_ptr(), row_stride, rows, cols,
+            padded, element, row, group.tiles,
+        ))  # fmt: skip
         group.tiles += -(-rows // TILE_ROWS)
         element += rows * cols
         row += rows
-        padded += 4 * _up(cols, STRIP)
+        padded += -(-cols // STRIP) * 4 * STRIP
     return groups

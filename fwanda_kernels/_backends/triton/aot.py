@@ -57,13 +57,7 @@ def _cases(weight: str, arch: int | str) -> Iterator[tuple]:
     yield from _packed_cases(weight, major)
     yield from _nm_cases(weight, strides)
     yield from _row_topk_cases(weight, strides, simd=isinstance(arch, int) and arch >= 90)
-    types = [weight, "*fp32", "*fp32", "*i32", "*i64", "*i32", "*i32", *["i32"] * 6, *strides]
-    constants = {"TILE_R": threshold.TILE_R, "BLOCK": threshold.BLOCK}
-    yield "sample", threshold._sample_kernel, types, constants, plain
-    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32", "i32"]
-    for final in (False, True):
-        constants = {"FINAL": final, "VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
-        yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
+    yield from _threshold_cases(weight)
 
 
 def _obs_cases(weight: str, strides: list, major: int) -> Iterator[tuple]:
@@ -125,6 +119,22 @@ def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
         constants = {"M": m, "M2": m2, "BLOCK_R": block_r, "BLOCK_G": block_g, "PRUNE": prune}
         types = [weight, "*fp32", weight if prune else "*u8", "*i32", "i32", "i32", *strides, *strides, "i32"]
         yield f"nm {n}:{m} prune={prune}", sparse24._nm_kernel, types, constants, {"num_warps": sparse24.WARPS}
+
+
+def _threshold_cases(weight: str) -> Iterator[tuple]:
+    plain = {"num_warps": 4}
+    types = [weight, "*i64", "i32", "*i32", "*i64", "*i32", "*i32"]
+    constants = {"TILE_R": threshold.TILE_R, "BLOCK": threshold.BLOCK, "BLOCK_L": 256}
+    yield "sample", threshold._sample_kernel, types, constants, plain
+    yield "bracket", threshold._bracket_kernel, ["*i32", "*i32", "i32", "i32", "i32"], {}, {"num_warps": 1}
+    types, width = ["*i64", "*i32", "*i32", "*i32", "*i64", "i32"], {"WIDTH": threshold.BINS // threshold.PARTS}
+    yield "sum", threshold._sum_kernel, types, width | {"BLOCK": threshold.BLOCK}, plain
+    types, constants = ["*i64", "*i64", "*i32", "i64"], width | {"PARTS": threshold.PARTS}
+    yield "narrow", threshold._narrow_kernel, types, constants, plain
+    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
+    for final in (False, True):
+        constants = {"FINAL": final, "VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
+        yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
 
 
 def _row_topk_cases(weight: str, strides: list, simd: bool) -> Iterator[tuple]:

@@ -6,7 +6,9 @@ compiled kernel under what Triton specialises on, and then passes the arguments 
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
+from itertools import starmap
 
 import torch
 import triton
@@ -33,11 +35,23 @@ def launch(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, like, *args, fma=fma, **constants)
-    key = (id(kernel), device.index, *constants.values(), _kind(like), *map(_kind, args))
+    key, values = [id(kernel), device.index, *constants.values()], []
+    for arg in (like, *args):
+        # what Triton specialises on: the dtype and alignment of a tensor, the width and divisibility of an integer
+        value = arg
+        if isinstance(arg, Tensor):
+            value = arg.data_ptr()  # an address costs Triton less than a tensor
+            key.append((arg.dtype, not value & 15))
+        elif arg is None or arg == 1:
+            key.append(arg)
+        else:
+            key.append((not arg & 15, -(1 << 31) <= arg < 1 << 31))
+        values.append(value)
+    key = tuple(key)
     found = _compiled.get(key)
     if found is not None:
         compiled, tail = found
-        compiled[grid](like, *args, *tail)
+        compiled[grid](*values, *tail, stream=_stream(like))
         return None
     compiled = kernel[grid](like, *args, **constants, enable_fp_fusion=fma)
     if compiled is not None:  # interpreted kernels return nothing
@@ -45,13 +59,9 @@ def launch(
     return None
 
 
-def _kind(arg: Tensor | int | None):
-    """What Triton specialises on: the dtype and alignment of a tensor, the width and divisibility of an integer."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, not arg.data_ptr() & 15
-    if arg is None or arg == 1:
-        return arg
-    return not arg & 15, -(1 << 31) <= arg < 1 << 31
+def _stream(like: Tensor) -> int:
+    """Handle of the current stream of a tensor's device."""
+    return torch._C._cuda_getCurrentRawStream(like.get_device())
 
 
 def cdiv(a: int, b: int) -> int:
@@ -78,15 +88,26 @@ def find(starts, count, BLOCK_L: tl.constexpr):
 
 def table_of(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
     """Table [fields, L] int64 for one launch over L tensors, on the device of `like`, from an entry for each tensor."""
-    stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
-    return _table(tuple(entries), like.device, stream)
+    if capturing(like):
+        return written_table(entries, like)
+    return _table(tuple(entries), like.device, _stream(like) if like.is_cuda else 0)
 
 
 @lru_cache(maxsize=64)
 def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     """Copied without waiting, so it is valid only on this stream; later calls on the same tensors reuse it."""
-    table = torch.tensor(entries, dtype=torch.int64, device="cpu").T.contiguous()
+    width = len(entries[0])
+    data = bytearray().join(starmap(struct.Struct(f"{width}q").pack, entries))
+    table = torch.frombuffer(data, dtype=torch.int64).view(-1, width).T.contiguous()
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def written_table(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
+    """table_of() without a copy from the host: the values are arguments of torch's kernels for lists, about 90 each."""
+    values = [value for field in zip(*entries, strict=True) for value in field]
+    table = torch.zeros(len(values), dtype=torch.int64, device=like.device)
+    torch._foreach_add_(list(table), values)
+    return table.view(-1, len(entries))
 
 
 def capturing(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ key. A bracket that missed (known from the counts) becomes the whole missing sid
 and otherwise returns at once. The last pass visits only rows with a key inside the last bracket. The sample's own
 K-th key, where heavy ties would sit, is never put into the histogram: its count is the inside ones less the rest.
 
-Convention: a table row of int64 describes a matrix (see _sample_kernel); a tile is TILE_R rows of one matrix; state is
+Convention: a table row of int64 describes a matrix (see _groups()); a tile is TILE_R rows of one matrix; state is
 int32 [low, high, pivot, active], the bracket being low <= key <= high. Memory beside the weights: about 60 MB + 8 B per
 row, whatever the model.
 """
@@ -29,11 +29,11 @@ from .common import (
     in_vectors,
     serves,
 )
-from .launch import cdiv, launch
+from .launch import cdiv, find, launch, power_of_2, table_of
 
 SAMPLE = 1 << 22
 BIN_BITS = tl.constexpr(18)
-BINS = 1 << 18
+BINS, PARTS = 1 << 18, 256
 FIELDS = tl.constexpr(9)
 PASSES = 3
 TILE_R, BLOCK_C, WARPS = 4, 256, 1
@@ -50,24 +50,30 @@ def _scaled_key(w, col_scale, row_scale):
 
 @triton.jit
 def _sample_kernel(
-    weight, row_scale, col_scale, sample, table, tile_map, bad, index, samples, first_row, first_tile,
-    rows, cols, stride_r, stride_c, TILE_R: tl.constexpr, BLOCK: tl.constexpr,
+    like, entries, count, sample, table, tile_map, bad,
+    TILE_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Describe matrix `index` in the table and the tile map, check its scales, and draw its part of the sample."""
-    block = tl.program_id(0)
+    """Describe a matrix in the table and the tile map, check its scales, and draw its part of the sample.
+
+    entries: _Group.entries, by table_of().
+    """
+    matrix, block = find(entries, count, BLOCK_L)
+    entry = entries + matrix
     if block == 0:
-        entry = table + index * FIELDS
-        tl.store(entry, weight.to(tl.int64))
-        tl.store(entry + 1, row_scale.to(tl.int64))
-        tl.store(entry + 2, col_scale.to(tl.int64))
-        tl.store(entry + 3, rows)
-        tl.store(entry + 4, cols)
-        tl.store(entry + 5, stride_r)
-        tl.store(entry + 6, stride_c)
-        tl.store(entry + 7, first_row)
-        tl.store(entry + 8, first_tile)
+        for field in tl.static_range(FIELDS):
+            tl.store(table + matrix * FIELDS + field, tl.load(entry + (field + 1) * count))
+    weight = tl.load(entry + count).to(like.dtype)
+    row_scale = tl.load(entry + 2 * count).to(tl.pointer_type(tl.float32))
+    col_scale = tl.load(entry + 3 * count).to(tl.pointer_type(tl.float32))
+    rows = tl.load(entry + 4 * count).to(tl.int32)
+    cols = tl.load(entry + 5 * count).to(tl.int32)
+    stride_r = tl.load(entry + 6 * count)
+    stride_c = tl.load(entry + 7 * count)
+    first_tile = tl.load(entry + 9 * count)
+    begin = tl.load(entry + 10 * count)
+    samples = tl.load(entry + 11 * count)
     i = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(tile_map + first_tile + i, tl.zeros((BLOCK,), tl.int32) + index, mask=i < (rows + TILE_R - 1) // TILE_R)
+    tl.store(tile_map + first_tile + i, tl.zeros((BLOCK,), tl.int32) + matrix, mask=i < (rows + TILE_R - 1) // TILE_R)
     flag_scale(row_scale, bad, rows, block * BLOCK, BLOCK)
     flag_scale(col_scale, bad, cols, block * BLOCK, BLOCK)
     # one weight from each of `samples` equal stretches of the matrix, at a golden-ratio sequence of places
@@ -82,7 +88,79 @@ def _sample_kernel(
     w = tl.load(weight + r * stride_r + c * stride_c, mask=drawn, other=0.0)
     s = tl.load(col_scale + c, mask=drawn, other=0.0)
     key = _scaled_key(exact_float(w), s, tl.load(row_scale + r, mask=drawn, other=0.0))
-    tl.store(sample + i, key, mask=drawn)
+    tl.store(sample + begin + i, key, mask=drawn)
+
+
+@triton.jit(do_not_specialize=["drawn", "place", "margin"])
+def _bracket_kernel(ascending, state, drawn, place, margin):
+    """The keys `margin` places to either side of `place` in the sorted sample, as the first state."""
+    below, beyond = place - margin, place + margin
+    low = tl.load(ascending + below, mask=below >= 0, other=0)
+    high = tl.load(ascending + beyond, mask=beyond < drawn, other=INFINITE_BITS)
+    tl.store(state, tl.minimum(low, INFINITE_BITS))
+    tl.store(state + 1, tl.minimum(high, INFINITE_BITS))
+    tl.store(state + 2, tl.minimum(tl.load(ascending + place), INFINITE_BITS))
+    tl.store(state + 3, 1)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_kernel(histogram, above, inside, state, sums, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """sums [3, programs]: of WIDTH bins, and of the counts of some rows above and inside the bracket."""
+    if tl.load(state + 3) != 0:
+        part, parts = tl.program_id(0), tl.num_programs(0)
+        n_above = tl.zeros((BLOCK,), tl.int64)
+        n_inside = tl.zeros((BLOCK,), tl.int64)
+        for start in range(part * BLOCK, rows, parts * BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            n_above += tl.load(above + row, mask=row < rows, other=0)
+            n_inside += tl.load(inside + row, mask=row < rows, other=0)
+        tl.store(sums + part, tl.sum(tl.load(histogram + part * WIDTH + tl.arange(0, WIDTH)), axis=0))
+        tl.store(sums + parts + part, tl.sum(n_above, axis=0))
+        tl.store(sums + 2 * parts + part, tl.sum(n_inside, axis=0))
+
+
+@triton.jit
+def _last_with(counts, wanted):
+    """The last place from which on the counts sum up to at least `wanted`, or 0."""
+    from_here = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
+    return tl.maximum(tl.sum((from_here >= wanted).to(tl.int32), axis=0) - 1, 0)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _narrow_kernel(histogram, sums, state, total, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Shrink the bracket to the bin that holds the total-th largest key, or move it to the side where that key is.
+
+    It never becomes empty, not even with NaN about, as the histogram is written without another bound.
+    """
+    if tl.load(state + 3) != 0:
+        low, high, pivot = tl.load(state), tl.load(state + 1), tl.load(state + 2)
+        part, i = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+        n_part = tl.load(sums + part)
+        n_above = tl.sum(tl.load(sums + PARTS + part), axis=0)
+        n_inside = tl.sum(tl.load(sums + 2 * PARTS + part), axis=0)
+        shift = _bin_shift(low, high)
+        pivot_bin = tl.minimum(tl.maximum((pivot - low) >> shift, 0), PARTS * WIDTH - 1)
+        n_pivot = n_inside - tl.sum(n_part, axis=0)
+        n_part += tl.where(part == pivot_bin // WIDTH, n_pivot, 0)
+        wanted = total - n_above
+        hit = _last_with(n_part, wanted)
+        wanted -= tl.sum(tl.where(part > hit, n_part, 0), axis=0)
+        n_bin = tl.load(histogram + hit * WIDTH + i) + tl.where(hit * WIDTH + i == pivot_bin, n_pivot, 0)
+        hit = hit * WIDTH + _last_with(n_bin, wanted)
+        bottom = tl.minimum(low + (hit.to(tl.int64) << shift), high)
+        top = tl.minimum(bottom + (tl.full((), 1, tl.int64) << shift) - 1, high)
+        too_high, too_low = n_above + n_inside < total, n_above >= total
+        new_low = tl.where(too_high, 0, tl.where(too_low, tl.minimum(high, INFINITE_BITS - 1) + 1, bottom))
+        new_high = tl.where(too_high, tl.maximum(low - 1, 0), tl.where(too_low, INFINITE_BITS, top))
+        tl.store(state, new_low.to(tl.int32))
+        tl.store(state + 1, new_high.to(tl.int32))
+        tl.store(state + 3, (too_high | too_low | (new_low < new_high)).to(tl.int32))
+
+
+@triton.jit
+def _bin_shift(low, high):
+    """The least shift with which the bracket fits the histogram."""
+    return tl.sum((((high - low) >> tl.minimum(BIN_BITS + tl.arange(0, 16), 31)) > 0).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -93,12 +171,12 @@ def _in_eights(v):
 
 @triton.jit
 def _count_kernel(
-    like, table, tile_map, state, histogram, above, inside, bad, first, tiles,
+    like, table, tile_map, state, histogram, above, inside, bad, tiles,
     FINAL: tl.constexpr, VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Count the keys above and inside the bracket in each row of some tiles; without FINAL, histogram those inside."""
     if FINAL or tl.load(state + 3) != 0:
-        for tile in range(first + tl.program_id(0), first + tiles, tl.num_programs(0)):
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _count_tile(like, table, tile_map, state, histogram, above, inside, bad, tile,
                         FINAL, VECTORS, TILE_R, BLOCK_C)  # fmt: skip
 
@@ -127,7 +205,7 @@ def _count_tile(like, table, tile_map, state, histogram, above, inside, bad, til
         weight += r.to(tl.int64) * stride_r
         low, high, pivot = tl.load(state), tl.load(state + 1), tl.load(state + 2)
         width = (high - low).to(tl.uint32, bitcast=True)
-        shift = tl.sum((((high - low) >> tl.minimum(BIN_BITS + tl.arange(0, 16), 31)) > 0).to(tl.int32), axis=0)
+        shift = _bin_shift(low, high)
         scales, n_above, n_below = (), (), ()
         for q in tl.static_range(TILE_R):
             scales = scales + (tl.load(row_scale + q, mask=r + q < rows, other=0.0),)
@@ -167,46 +245,73 @@ def _count_tile(like, table, tile_map, state, histogram, above, inside, bad, til
             flag(bad, tl.max((poison != 0).to(tl.int32), axis=0) * BAD_WEIGHT)
 
 
+class _Group:
+    """Matrices of one dtype, which share launches.
+
+    table, tile_map: [L, FIELDS] int64 and [tiles] int32, which draw() writes.
+    """
+
+    def __init__(self, like: Tensor):
+        self.like, self.programs, self.tiles = like, 0, 0
+        self.entries: list[tuple[int, ...]] = []  # first program of draw(), FIELDS of the table, place in the sample
+
+    def draw(self, sample: Tensor, bad: Tensor) -> None:
+        count, device = len(self.entries), sample.device
+        self.table = torch.empty(count, FIELDS.value, dtype=torch.int64, device=device)
+        self.tile_map = torch.empty(self.tiles, dtype=torch.int32, device=device)
+        launch(
+            _sample_kernel, (self.programs, 1, 1),
+            self.like, table_of(self.entries, self.like), count, sample, self.table, self.tile_map, bad,
+            TILE_R=TILE_R, BLOCK=BLOCK, BLOCK_L=max(16, power_of_2(count)), num_warps=4,
+        )  # fmt: skip
+
+
+def _groups(
+    weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], drawn: int, size: int
+) -> tuple[list[_Group], int]:
+    """Groups, and rows of all matrices. A matrix's share of the sample is its share of the weights."""
+    groups: dict[torch.dtype, _Group] = {}
+    all_rows, before, end = 0, 0, 0
+    for weight, row_scale, col_scale in zip(weights, row_scales, col_scales, strict=True):
+        rows, cols = weight.shape
+        before += rows * cols
+        begin, end = end, before * drawn // size
+        group = groups.get(weight.dtype) or groups.setdefault(weight.dtype, _Group(weight))
+        group.entries.append((
+            group.programs, weight.data_ptr(), row_scale.data_ptr(), col_scale.data_ptr(), rows, cols,
+            *weight.stride(), all_rows, group.tiles, begin, end - begin,
+        ))  # fmt: skip
+        group.programs += cdiv(max(end - begin, rows, cols), BLOCK)
+        group.tiles += cdiv(rows, TILE_R)
+        all_rows += rows
+    return list(groups.values()), all_rows
+
+
 def first_bracket(sample: Tensor, total: int, size: int) -> Tensor:
     """First state: keys around the sample's own threshold, 4 standard deviations of its rank to either side."""
     drawn = sample.numel()
-    ascending = sample.sort().values
     place = min(drawn - 1, (size - total) * drawn // size)
     margin = 0 if drawn == size else 2 * int(drawn**0.5) + 2
-    state = torch.ones(4, dtype=torch.int32, device=sample.device)
-    state[0] = ascending[place - margin] if place >= margin else 0
-    state[1] = ascending[place + margin] if place + margin < drawn else INFINITE_BITS.value
-    state[2] = ascending[place]
-    return state.clamp_(max=INFINITE_BITS.value)
+    state = torch.empty(4, dtype=torch.int32, device=sample.device)
+    launch(_bracket_kernel, (1, 1, 1), sample.sort().values, state, drawn, place, margin, num_warps=1)
+    return state
 
 
 def _narrow(state: Tensor, histogram: Tensor, above: Tensor, inside: Tensor, total: int) -> None:
-    """Shrink the bracket to the bin that holds the total-th largest key, or move it to the side where that key is.
-
-    It never becomes empty, not even with NaN about, as the histogram is written without another bound.
-    """
-    low, high, pivot, active = state.clone().unbind()
-    n_above, n_inside = above.sum(), inside.sum()
-    shift = ((high - low) >> torch.arange(BIN_BITS.value, 32, device=state.device)).gt(0).sum()
-    pivot_bin = ((pivot - low) >> shift).clamp(0, BINS - 1)
-    histogram.index_add_(0, pivot_bin[None], (n_inside - histogram.sum())[None])
-    from_top = histogram.flip(0).cumsum(0)
-    hit = BINS - 1 - (from_top < total - n_above).sum().clamp(max=BINS - 1)
-    bottom = low + (hit << shift)
-    top = torch.minimum(high, bottom + (1 << shift) - 1)
-    too_high, too_low = n_above + n_inside < total, n_above >= total
-    new_low = torch.where(too_high, 0, torch.where(too_low, (high + 1).clamp(max=INFINITE_BITS.value), bottom))
-    new_high = torch.where(too_high, low - 1, torch.where(too_low, INFINITE_BITS.value, top))
-    go_on = too_high | too_low | (new_low < new_high)
-    new = torch.stack((new_low, new_high, pivot, go_on)).to(torch.int32)
-    state.copy_(torch.where(active != 0, new, state))
-    histogram.zero_()
+    sums = torch.empty(3, PARTS, dtype=torch.int64, device=state.device)
+    launch(
+        _sum_kernel, (PARTS, 1, 1), histogram, above, inside, state, sums, above.numel(),
+        WIDTH=BINS // PARTS, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    launch(
+        _narrow_kernel, (1, 1, 1), histogram, sums, state, total, PARTS=PARTS, WIDTH=BINS // PARTS, num_warps=4,
+    )  # fmt: skip
 
 
 def select_threshold(
     weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor | None
 ) -> Tensor:
-    if not all(serves(w) for w in weights):
+    if not serves(weights[0]) or not all([w.numel() for w in weights]):
         return NotImplemented
     codes = new_flag(weights[0]) if bad is None else bad
     row_scales, col_scales = [s.contiguous() for s in row_scales], [s.contiguous() for s in col_scales]
@@ -218,59 +323,27 @@ def select_threshold(
 
 def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Tensor], total: int, bad: Tensor):
     """Counts per row. The kernels search for total 1 where it is 0, so that they check the values all the same."""
-    device, size = weights[0].device, sum(w.numel() for w in weights)
-    all_rows = sum(w.shape[0] for w in weights)
-    groups, tiles = _tiles_by_dtype(weights)
-    table = torch.empty(len(weights), FIELDS.value, dtype=torch.int64, device=device)
-    tile_map = torch.empty(sum(count for _, _, count in groups), dtype=torch.int32, device=device)
+    device, wanted, size = weights[0].device, max(total, 1), sum([w.numel() for w in weights])
     sample = torch.empty(min(SAMPLE, size), dtype=torch.int32, device=device)
-    _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad)
-    state = first_bracket(sample, max(total, 1), size)
+    groups, rows = _groups(weights, row_scales, col_scales, sample.numel(), size)
+    for group in groups:
+        group.draw(sample, bad)
+    state = first_bracket(sample, wanted, size)
     del sample
     vectors = all(in_vectors(w) and s.data_ptr() % 16 == 0 for w, s in zip(weights, col_scales, strict=True))
-    histogram = torch.zeros(BINS, dtype=torch.int64, device=device)
-    above, inside = torch.zeros(2, all_rows, dtype=torch.int32, device=device)
+    above, inside = torch.empty(2, rows, dtype=torch.int32, device=device)
 
-    def count(final: bool) -> None:
-        for like, first, programs in groups:
+    def count(histogram: Tensor, final: bool) -> None:
+        for group in groups:
             launch(
-                _count_kernel, (min(programs, PROGRAMS), 1, 1),
-                like, table, tile_map, state, histogram, above, inside, bad, first, programs,
+                _count_kernel, (min(group.tiles, PROGRAMS), 1, 1), group.like, group.table, group.tile_map, state,
+                histogram, above, inside, bad, group.tiles,
                 FINAL=final, VECTORS=vectors, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
             )  # fmt: skip
 
-    for _ in range(PASSES):
-        count(final=False)
-        _narrow(state, histogram, above, inside, max(total, 1))
-    count(final=True)
-    keep = keep_last_ties(above.long(), inside.long(), max(total, 1) - above.sum())
+    for histogram in torch.zeros(PASSES, BINS, dtype=torch.int64, device=device):
+        count(histogram, final=False)
+        _narrow(state, histogram, above, inside, wanted)
+    count(histogram, final=True)
+    keep = keep_last_ties(above.long(), inside.long(), wanted - above.sum())
     return keep if total else torch.zeros_like(keep)
-
-
-def _tiles_by_dtype(weights: list[Tensor]) -> tuple[list[tuple[Tensor, int, int]], list[int]]:
-    """([(a weight of the dtype, first tile, tiles)], first tile of each matrix), tiles of one dtype being adjacent."""
-    groups, first, end = [], [0] * len(weights), 0
-    for dtype in dict.fromkeys(w.dtype for w in weights):
-        begin = end
-        for i, weight in enumerate(weights):
-            if weight.dtype == dtype:
-                first[i], end = end, end + cdiv(weight.shape[0], TILE_R)
-        groups.append((next(w for w in weights if w.dtype == dtype), begin, end - begin))
-    return groups, first
-
-
-def _draw(weights, row_scales, col_scales, sample, table, tile_map, tiles, bad) -> None:
-    """One small launch a matrix; its share of the sample is its share of the weights."""
-    size, drawn = sum(w.numel() for w in weights), sample.numel()
-    first_row, before, end = 0, 0, 0
-    for i, weight in enumerate(weights):
-        rows, cols = weight.shape
-        before += weight.numel()
-        begin, end = end, before * drawn // size
-        work = max(end - begin, rows, cols)
-        launch(
-            _sample_kernel, (cdiv(work, BLOCK), 1, 1),
-            weight, row_scales[i], col_scales[i], sample[begin:], table, tile_map, bad, i, end - begin, first_row,
-            tiles[i], rows, cols, *weight.stride(), TILE_R=TILE_R, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
-        first_row += rows
