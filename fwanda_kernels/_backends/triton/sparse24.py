@@ -31,7 +31,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TILE, WARPS = 2048, 4
 # of 2:4: a thread holds 8 columns of each row, so that no value goes from one thread to another
 STRIP, STRIP_WARPS = 256, 1
-ROWS_24, PACK_ROWS = 4, 8
+ROWS_24 = 4
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _load_row(source, stride_r, r, rows, c, cols, BELOW: tl.constexpr):
 
 
 @triton.jit
-def _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS: tl.constexpr, BANDED: tl.constexpr):
+def _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS: tl.constexpr, STEP: tl.constexpr):
     """Whether the weights are finite; flags them if not. poison is NaN in groups with a score that is not finite.
 
     The weights are read again for it: to keep them would take registers that a faultless matrix does not need.
@@ -203,7 +203,7 @@ def _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS: tl.constexp
     if tl.max((poison != 0.0).to(tl.int32), axis=0) != 0:
         worst = tl.zeros(c.shape, tl.int32)
         for q in tl.static_range(ROWS):
-            w = _load_row(source, stride_r, r, rows, c, cols, q % 4 * 8 + q // 4 if BANDED else q)
+            w = _load_row(source, stride_r, r, rows, c, cols, q * STEP)
             worst = tl.maximum(worst, magnitude_bits(w))
         finite = tl.max(worst, axis=0) < INFINITE_BITS
         flag(bad, tl.where(finite, 0, BAD_WEIGHT))
@@ -237,7 +237,7 @@ def _24_kernel(
             v0, v1 = (keep0 & 1).to(tl.uint8), (keep1 & 1).to(tl.uint8)
             v2, v3 = (keep2 & 1).to(tl.uint8), (keep3 & 1).to(tl.uint8)
         tiles = tiles + (tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), (BLOCK_C,)),)
-    finite = _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS, BANDED=False)
+    finite = _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS, STEP=1)
     if r == 0:
         flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
     if finite or not PRUNE:
@@ -247,29 +247,24 @@ def _24_kernel(
 
 
 @triton.jit
-def _compress_24_kernel(
-    weight, scale, values, meta, bad, rows, cols, stride_r, stride_c, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def _compress_24_kernel(weight, scale, values, meta, bad, rows, cols, stride_r, stride_c, BLOCK_C: tl.constexpr):
     strips = (cols + BLOCK_C - 1) // BLOCK_C
-    # the rows i, i + 1, i + 8, i + 9, ... of a band of 32, whose metadata of 32 columns are 4 ROWS bytes in a row
+    # rows r, r + 8, r + 16, r + 24 of a band of 32, whose metadata of 32 columns are 16 bytes in a row
     part = tl.program_id(0) // strips
-    band = part // (32 // ROWS) * 32
-    r = band + part % (32 // ROWS) * (ROWS // 4)
+    band = part // 8 * 32
+    r = band + part % 8
     start = tl.program_id(0) % strips * BLOCK_C
     c = start + tl.arange(0, BLOCK_C)
     source = weight + r.to(tl.int64) * stride_r + c.to(tl.int64) * stride_c
     weights = ()
-    for q in tl.static_range(ROWS):
-        weights = weights + (_load_row(source, stride_r, r, rows, c, cols, q % 4 * 8 + q // 4),)
+    for q in tl.static_range(4):
+        weights = weights + (_load_row(source, stride_r, r, rows, c, cols, q * 8),)
     s = tl.load(scale + c, mask=c < cols, other=0.0)
     half = start // 2 + tl.arange(0, BLOCK_C // 2)
     target = values + r.to(tl.int64) * (cols // 2) + half
-    # a byte of metadata describes 8 columns; row bits 43210 and column bits c, b of a byte are stored as 2 1 0 4 c 3 b
-    byte = start // 8 + tl.arange(0, BLOCK_C // 8)
-    stretch = (byte // 4).to(tl.int64) * (4 * rows) + (band * 4 + r % 8 * 16)
-    place = meta.to(tl.pointer_type(tl.uint8)) + (stretch + (byte // 2 % 2 * 4 + byte % 2))
     poison = tl.zeros((BLOCK_C // 4,), tl.float32)
-    for q in tl.static_range(ROWS):
+    described = ()
+    for q in tl.static_range(4):
         w = weights[q]
         keep0, keep1, keep2, keep3, wrong = _two_of(exact_float(w) * s)
         poison += wrong
@@ -277,12 +272,18 @@ def _compress_24_kernel(
         low = _narrow(_choose(keep0, w0, _choose(keep1, w1, w2)), w.dtype)
         high = _narrow(_choose(keep3, w3, _choose(keep2, w2, w1)), w.dtype)
         packed = tl.reshape(tl.join(low, high), (BLOCK_C // 2,))
-        tl.store(target + (q % 4 * 8 + q // 4) * (cols // 2), packed, mask=half < cols // 2)
+        tl.store(target + q * 8 * (cols // 2), packed, mask=half < cols // 2)
         nibble = (~keep0 & (2 + keep1)) | (keep3 & 12) | (4 - 4 * keep2)
         even, odd = tl.split(tl.reshape(nibble, (BLOCK_C // 8, 2)))
-        address = place + (q // 4 * 16 + q % 4 // 2 * 8 + q % 2 * 2)
-        tl.store(address, (even | (odd << 4)).to(tl.uint8), mask=byte < cols // 8)
-    _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS, BANDED=True)
+        described = described + (even | (odd << 4),)
+    # a byte describes 8 columns; row bits 43210 and bits c, b of the byte's number are stored as 2 1 0 4 c 3 b
+    word = start // 16 + tl.arange(0, BLOCK_C // 16)
+    stretch = (word // 2).to(tl.int64) * rows + (band + r % 8 * 4)
+    for q in tl.static_range(2):
+        pairs = tl.reshape(described[2 * q] | (described[2 * q + 1] << 16), (BLOCK_C // 16, 2))
+        four = tl.sum(pairs << tl.arange(0, 2)[None, :] * 8, axis=1)
+        tl.store(meta.to(tl.pointer_type(tl.int32)) + (stretch + word % 2 + 2 * q), four, mask=word < cols // 16)
+    _check_24(source, stride_r, r, rows, c, cols, poison, bad, 4, STEP=8)
     if band == 0:
         flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
 
@@ -295,9 +296,9 @@ def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tens
     meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
     codes = new_flag(weight) if bad is None else bad
     launch(
-        _compress_24_kernel, (rows // PACK_ROWS * cdiv(cols, STRIP), 1, 1),
+        _compress_24_kernel, (rows // 4 * cdiv(cols, STRIP), 1, 1),
         weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
-        ROWS=PACK_ROWS, BLOCK_C=STRIP, num_warps=STRIP_WARPS,
+        BLOCK_C=STRIP, num_warps=STRIP_WARPS,
     )  # fmt: skip
     if bad is None:
         raise_if_bad("compress_24", codes)
