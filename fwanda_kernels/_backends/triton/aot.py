@@ -51,7 +51,7 @@ def _cases(weight: str, arch: int | str) -> Iterator[tuple]:
     yield from _obs_cases(weight, strides, major)
     if weight != "*fp32":
         types = [weight, "*fp32", weight, "*i16", "*i32", "i32", "i32", *strides]
-        constants, options = {"BLOCK_R": 32, "BLOCK_C": sparse24.PACK_C}, {"num_warps": sparse24.PACK_WARPS}
+        constants, options = {"BLOCK_C": sparse24.STRIP}, {"num_warps": sparse24.STRIP_WARPS}
         yield "compress_24", sparse24._compress_24_kernel, types, constants, options
     yield from _removed_cases(weight, strides, major)
     yield from _packed_cases(weight, major)
@@ -111,9 +111,9 @@ def _packed_cases(weight: str, major: int) -> Iterator[tuple]:
 
 def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
     for prune in (False, True):
-        constants = {"BLOCK_R": sparse24.TILE_R, "BLOCK_C": sparse24.TILE_C, "PRUNE": prune}
+        constants = {"ROWS": sparse24.ROWS_24, "BLOCK_C": sparse24.STRIP, "PRUNE": prune}
         types = [weight, "*fp32", weight if prune else "*u8", "*i32", "i32", "i32", *strides, *strides]
-        yield f"2:4 prune={prune}", sparse24._24_kernel, types, constants, {"num_warps": sparse24.WARPS}
+        yield f"2:4 prune={prune}", sparse24._24_kernel, types, constants, {"num_warps": sparse24.STRIP_WARPS}
     for n, m, prune in ((1, 4, False), (4, 8, True), (2, 5, True), (8, 16, True)):
         block_r, block_g, m2 = sparse24.tile_of(4096, 4080, m)
         constants = {"M": m, "M2": m2, "BLOCK_R": block_r, "BLOCK_G": block_g, "PRUNE": prune}
@@ -138,11 +138,11 @@ def _threshold_cases(weight: str) -> Iterator[tuple]:
 
 
 def _row_topk_cases(weight: str, strides: list, simd: bool) -> Iterator[tuple]:
-    constants = dict(select.parts_of(4096, simd))
-    options = {"num_warps": constants.pop("num_warps")}
-    for prune in (False, True):
+    for cols, prune in ((4096, False), (4096, True), (28672, True)):
+        constants = select.parts_of(cols, simd) | {"PRUNE": prune}
+        options = {"num_warps": constants.pop("num_warps")}
         types = [weight, "*fp32", "*i64", weight if prune else "*u8", "*i32", "i32", *strides, *strides]
-        yield f"row_topk C=4096 prune={prune}", select._row_topk_kernel, types, constants | {"PRUNE": prune}, options
+        yield f"row_topk C={cols} prune={prune}", select._row_topk_kernel, types, constants, options
     constants = select.parts_of(11008, simd) | {"VECTORS": True, "BLOCK_L": 256}
     options = {"num_warps": constants.pop("num_warps")}
     types = [weight, "*i64", "*i32", "i32", "i32"]

@@ -26,23 +26,27 @@ def _has_simd(index: int) -> bool:
 
 
 @triton.jit
-def pair(keys):
-    """keys [N] in [0, 2^15) as [N / 2] pairs."""
-    even, odd = tl.split(tl.reshape(keys, (keys.shape[0] // 2, 2)))
-    return even | (odd << 16)
+def pair_high(bits, SIMD: tl.constexpr):
+    """The upper halves of bits [N] int32, not negative, as [N / 2] pairs; without SIMD, signs of NaN are dropped."""
+    even, odd = tl.split(tl.reshape(bits, (bits.shape[0] // 2, 2)))
+    if SIMD:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [even, odd], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((even >> 16) & 0x7FFF) | (odd & 0x7FFF0000)
 
 
 @triton.jit
-def pair_high(bits, SIMD: tl.constexpr):
-    """The upper halves of bits [N] int32, without their sign, as [N / 2] pairs."""
-    even, odd = tl.split(tl.reshape(bits, (bits.shape[0] // 2, 2)))
-    if SIMD:
-        high = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [even, odd], dtype=tl.int32, is_pure=True, pack=1
-        )
-        return high & 0x7FFF7FFF
+def moved(keys, first, end, shift, SIMD: tl.constexpr):
+    """keys - first, brought into [0, end], times 2^shift."""
+    if SIMD:  # a product, as units for it have less to do than those for shifts
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 x; sub.s32 x, $1, $2; min.relu.s32 x, x, $3; mul.lo.s32 $0, x, $4; }", "=r,r,r,r,r",
+            [keys, first, end, 1 << shift], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        return ((even >> 16) & 0x7FFF) | (odd & 0x7FFF0000)
+        return tl.minimum(tl.maximum(keys - first, 0), end) << shift
 
 
 @triton.jit
@@ -74,12 +78,23 @@ def add_halves(pairs):
 
 
 @triton.jit
-def largest_half(parts):
+def _larger(a, b, SIMD: tl.constexpr):
+    """The larger of each two halves."""
+    if SIMD:
+        return tl.inline_asm_elementwise(
+            "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
+
+
+@triton.jit
+def largest_half(parts, SIMD: tl.constexpr):
     """The largest half of a tuple of pairs."""
-    even, odd = parts[0] & 0xFFFF, parts[0]
+    largest = parts[0]
     for i in tl.static_range(1, len(parts)):
-        even, odd = tl.maximum(even, parts[i] & 0xFFFF), tl.maximum(odd, parts[i])
-    return tl.max(tl.maximum(even, odd >> 16), axis=0)
+        largest = _larger(largest, parts[i], SIMD)
+    return tl.max(tl.maximum(largest & 0xFFFF, largest >> 16), axis=0)
 
 
 @triton.jit

@@ -29,13 +29,13 @@ from .common import (
     serves,
 )
 from .launch import capturing, cdiv, find, launch, power_of_2, table_of
-from .pairs import add_halves, at_least, bound, halves, has_simd, largest_half, pair, pair_high, where_one
+from .pairs import add_halves, at_least, bound, halves, has_simd, largest_half, moved, pair_high, where_one
 
-# interpolation assumes that few scores lie more than 10 octaves under the largest, and gives way to bisection
+# of upper halves: interpolation assumes that few scores lie more than 10 octaves under the largest
 SPAN = tl.constexpr(10 << 7)
 BISECT_EVERY, BISECT_FROM = tl.constexpr(8), tl.constexpr(16)
 MOST_COLUMNS = 1 << 16
-MOST_COLUMNS_A_THREAD = {True: 96, False: 48}  # with SIMD, without: the most that need no spills
+MOST_COLUMNS_A_THREAD = {True: 112, False: 48}  # with SIMD, without: the most that need no spills
 CELLS = tl.constexpr(1 << 14)
 MANY = tl.constexpr(16)  # a bucket with more than 1 / MANY of the row holds ties
 
@@ -55,10 +55,23 @@ def _load(weight, scale, cols, stride_c, START: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def _load_keys(weight, scale, cols, stride_c, START: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
+def _bits(w, s, SIMD: tl.constexpr):
+    """Bits of the scores of fp32 weights; a scale may be -0.0."""
+    if SIMD:  # compilers make |w s| of a product of magnitudes, which takes one instruction more
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 x, y; abs.f32 x, $1; abs.f32 y, $2; mul.rn.f32 x, x, y; mov.b32 $0, x; }", "=r,f,f",
+            [w, s], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return (tl.abs(w) * tl.abs(s)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _load_keys(weight, scale, cols, stride_c,
+               START: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr, SIMD: tl.constexpr):  # fmt: skip
     """Bits of the scores of a part; -1 beyond the row."""
     w, s = _load(weight, scale, cols, stride_c, START, SIZE, FULL)
-    keys = (tl.abs(w) * (s + 0.0)).to(tl.int32, bitcast=True)  # the sum turns a scale of -0.0 into +0.0
+    keys = _bits(w, s, SIMD)
     return keys if FULL else tl.where(START + tl.arange(0, SIZE) < cols, keys, -1)
 
 
@@ -73,10 +86,10 @@ def _count(parts, key, SIMD: tl.constexpr):
 
 
 @triton.jit
-def _guess(low, high, n_low, n_high, k, step, idle):
+def _guess(low, high, n_low, n_high, k, span, step, idle):
     """A key strictly between low and high, near the k-th largest: interpolated on the counts, at times bisected."""
     root = tl.rsqrt((n_low - n_high).to(tl.float32))
-    anchor = tl.maximum(low, high - SPAN)
+    anchor = tl.maximum(low, high - span)
     rank = (n_low - k).to(tl.float32) + 0.5
     near = anchor + (rank * root * root * (high - anchor).to(tl.float32)).to(tl.int32)
     bisect = (step % BISECT_EVERY == BISECT_EVERY - 1) | (step >= BISECT_FROM)
@@ -86,13 +99,16 @@ def _guess(low, high, n_low, n_high, k, step, idle):
 
 
 @triton.jit
-def _search(parts, low, high, n_low, n_high, k, SIMD: tl.constexpr):
-    """Narrow the bracket until it holds k keys or one key: (low, n_low, n_high)."""
+def _search(parts, low, high, n_low, n_high, k, span, SIMD: tl.constexpr):
+    """Narrow the bracket until it holds k keys or one key: (low, n_low, n_high).
+
+    Few keys are expected in the bracket below high - span.
+    """
     step = tl.zeros((), tl.int32)
     low, high, n_high = low + step, high + step, n_high + step
     idle = step > 0
     while (high - low > 1) & (n_low != k):
-        guess = _guess(low, high, n_low, n_high, k, step, idle)
+        guess = _guess(low, high, n_low, n_high, k, span, step, idle)
         n = _count(parts, guess, SIMD)
         enough = n >= k
         idle = (n == n_low) & (step == 0)
@@ -105,12 +121,13 @@ def _search(parts, low, high, n_low, n_high, k, SIMD: tl.constexpr):
 
 
 @triton.jit
-def _ends(weight, scale, cols, stride_c, bucket, PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):
+def _ends(weight, scale, cols, stride_c, bucket,
+          PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr, SIMD: tl.constexpr):  # fmt: skip
     """The smallest and the largest score with the upper half `bucket`."""
     lowest = tl.zeros((SIZE,), tl.int32) + 0x7FFFFFFF
     highest = tl.zeros((SIZE,), tl.int32)
     for i in tl.static_range(PARTS):
-        keys = _load_keys(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
+        keys = _load_keys(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1, SIMD)
         inside = keys >> 16 == bucket
         lowest = tl.minimum(lowest, tl.where(inside, keys, 0x7FFFFFFF))
         highest = tl.maximum(highest, tl.where(inside, keys, 0))
@@ -119,14 +136,14 @@ def _ends(weight, scale, cols, stride_c, bucket, PARTS: tl.constexpr, SIZE: tl.c
 
 @triton.jit
 def _cells(weight, scale, cols, stride_c, lowest, last, shift,
-           PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
+           PARTS: tl.constexpr, SIZE: tl.constexpr, FULL: tl.constexpr, SIMD: tl.constexpr):  # fmt: skip
     """Pairs of the cells of 2^shift scores, counted from 1 at `lowest`; 0 below, `last` + 1 above."""
     parts = ()
     first = lowest - (1 << shift)
     end = (last + 1) << shift
     for i in tl.static_range(PARTS):
-        keys = _load_keys(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
-        parts = parts + (pair(tl.minimum(tl.maximum(keys - first, 0), end) >> shift),)
+        keys = _load_keys(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1, SIMD)
+        parts = parts + (pair_high(moved(keys, first, end, 16 - shift, SIMD), SIMD),)
     return parts
 
 
@@ -202,8 +219,8 @@ def _select_row(weight, scale, asked, out, bad, cols, stride_c, out_stride_c,
     parts = ()
     for i in tl.static_range(PARTS):
         w, s = _load(weight, scale, cols, stride_c, i * SIZE, SIZE, FULL or i < PARTS - 1)
-        parts = parts + (pair_high((w * s).to(tl.int32, bitcast=True), SIMD),)
-    largest = largest_half(parts)
+        parts = parts + (pair_high(_bits(w, s, SIMD), SIMD),)
+    largest = largest_half(parts, SIMD)
     code = tl.where((asked < 0) | (asked > cols), BAD_KEEP, 0)
     if largest >= INFINITE_BITS >> 16:
         code |= tl.where(_finite(weight, cols, stride_c, 512), 0, BAD_WEIGHT)
@@ -212,20 +229,20 @@ def _select_row(weight, scale, asked, out, bad, cols, stride_c, out_stride_c,
         k = asked.to(tl.int32)
         high = largest + 1
         low = tl.where(k == 0, high, 0)
-        low, n_low, n_high = _search(parts, low, high, tl.where(k == 0, 0, cols), 0, k, SIMD)
+        low, n_low, n_high = _search(parts, low, high, tl.where(k == 0, 0, cols), 0, k, SPAN, SIMD)
         if n_low != k:
             lowest = low << 16
             highest = lowest | 0xFFFF
             if (n_low - n_high) * MANY > cols:
-                lowest, highest = _ends(weight, scale, cols, stride_c, low, PARTS, SIZE, FULL)
+                lowest, highest = _ends(weight, scale, cols, stride_c, low, PARTS, SIZE, FULL, SIMD)
             shift = tl.where(highest - lowest < CELLS, 0, 2)
             last = ((highest - lowest) >> shift) + 1
-            parts = _cells(weight, scale, cols, stride_c, lowest, last, shift, PARTS, SIZE, FULL)
-            low, n_low, n_high = _search(parts, 1, last + 1, n_low, n_high, k, SIMD)
+            parts = _cells(weight, scale, cols, stride_c, lowest, last, shift, PARTS, SIZE, FULL, SIMD)
+            low, n_low, n_high = _search(parts, 1, last + 1, n_low, n_high, k, last, SIMD)
             if (n_low != k) & (shift > 0):
                 lowest += (low - 1) << 2
-                parts = _cells(weight, scale, cols, stride_c, lowest, 4, 0, PARTS, SIZE, FULL)
-                low, n_low, n_high = _search(parts, 1, 5, n_low, n_high, k, SIMD)
+                parts = _cells(weight, scale, cols, stride_c, lowest, 4, 0, PARTS, SIZE, FULL, SIMD)
+                low, n_low, n_high = _search(parts, 1, 5, n_low, n_high, k, 4, SIMD)
             if n_low != k:
                 parts = _without_first_ties(parts, low, n_low, n_high, k, SIZE, SIMD)
         for i in tl.static_range(PARTS):

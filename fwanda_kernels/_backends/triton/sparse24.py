@@ -1,8 +1,8 @@
 """N:M selection: each thread holds whole groups of m, ranks them by comparison and writes mask or pruned weight.
 
 Convention: tiles are [BLOCK_R rows, BLOCK_G groups, M2 columns], M2 the power of two at or above m. 2:4 has kernels of
-its own, which hold the four columns of a group in four tensors and decide by bits. compress_24 packs tiles of 32 rows,
-within which the metadata of two words of columns is one contiguous stretch.
+its own: a program takes a strip of columns over a few rows, holds the four columns of a group in four tensors, and
+decides by the signs of differences.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .common import (
     BAD_WEIGHT,
     INFINITE_BITS,
     check_values,
+    exact_float,
     flag,
     flag_scale,
     magnitude_bits,
@@ -28,8 +29,9 @@ from .launch import cdiv, launch, power_of_2
 MAX_GROUP = 32
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TILE, WARPS = 2048, 4
-TILE_R, TILE_C = 8, 512  # of 2:4
-PACK_C, PACK_WARPS = 256, 8
+# of 2:4: a thread holds 8 columns of each row, so that no value goes from one thread to another
+STRIP, STRIP_WARPS = 256, 1
+ROWS_24 = 4
 
 
 @triton.jit
@@ -79,9 +81,9 @@ def _launch(weight: Tensor, scale: Tensor, out: Tensor, n: int, m: int, bad: Ten
     rows, cols = weight.shape
     if (n, m) == (2, 4):
         launch(
-            _24_kernel, (cdiv(rows, TILE_R) * cdiv(cols, TILE_C), 1, 1),
+            _24_kernel, (cdiv(rows, ROWS_24) * cdiv(cols, STRIP), 1, 1),
             weight, scale, out, bad, rows, cols, *weight.stride(), *out.stride(),
-            BLOCK_R=TILE_R, BLOCK_C=TILE_C, PRUNE=prune, num_warps=WARPS,
+            ROWS=ROWS_24, BLOCK_C=STRIP, PRUNE=prune, num_warps=STRIP_WARPS,
         )  # fmt: skip
         return
     block_r, block_g, m2 = tile_of(rows, cols, m)
@@ -117,8 +119,8 @@ def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None)
 
 @triton.jit
 def _quarters(v):
-    """The columns 0, 1, 2 and 3 of each group of 4 of v [R, C], each [R, C / 4]."""
-    even, odd = tl.split(tl.reshape(v, (v.shape[0], v.shape[1] // 4, 2, 2)))
+    """The columns 0, 1, 2 and 3 of each group of 4 of v [C], each [C / 4]."""
+    even, odd = tl.split(tl.reshape(v, (v.shape[0] // 4, 2, 2)))
     v0, v2 = tl.split(even)
     v1, v3 = tl.split(odd)
     return v0, v1, v2, v3
@@ -130,25 +132,31 @@ def _majority(a, b, c):
 
 
 @triton.jit
-def _larger(a, b):
-    """-1 where score a is larger than score b, else 0: the sign of a difference, which costs least on a GPU.
-
-    On a GPU the difference of two infinities has no sign bit; interpreted it has one.
-    """
+def _excess(a, b):
+    """|b| - |a|: negative where score |a| is larger. Of two infinities it is NaN, whose sign depends on the device."""
     if INTERPRETED:
-        return tl.where(a > b, -1, 0)
+        difference = tl.abs(b) - tl.abs(a)
+        return tl.where(tl.abs(a) == tl.abs(b), tl.abs(difference), difference)
     else:
-        return (b - a).to(tl.int32, bitcast=True) >> 31
+        return tl.abs(b) - tl.abs(a)
 
 
 @triton.jit
-def _two_of(k0, k1, k2, k3):
-    """-1 for each key that is among the two largest, else 0; of equal keys the lowest column is removed first."""
-    g01, g02, g03 = _larger(k0, k1), _larger(k0, k2), _larger(k0, k3)
-    g12, g13, g23 = _larger(k1, k2), _larger(k1, k3), _larger(k2, k3)
+def _two_of(p):
+    """For scores p [C], whose signs do not count: -1 where a column of a group is among the two largest, else 0.
+
+    Of equal scores the lowest column is removed first. The last value is NaN for a group with a score that is not
+    finite, else 0.
+    """
+    p0, p1, p2, p3 = _quarters(p)
+    d01, d23 = _excess(p0, p1), _excess(p2, p3)
+    # only the signs of these bits count
+    g01, g23 = d01.to(tl.int32, bitcast=True), d23.to(tl.int32, bitcast=True)
+    g02, g03 = _excess(p0, p2).to(tl.int32, bitcast=True), _excess(p0, p3).to(tl.int32, bitcast=True)
+    g12, g13 = _excess(p1, p2).to(tl.int32, bitcast=True), _excess(p1, p3).to(tl.int32, bitcast=True)
     keep0, keep1 = _majority(g01, g02, g03), _majority(~g01, g12, g13)
     keep2, keep3 = _majority(~g02, ~g12, g23), _majority(~g03, ~g13, ~g23)
-    return keep0, keep1, keep2, keep3
+    return keep0 >> 31, keep1 >> 31, keep2 >> 31, keep3 >> 31, tl.fma(d01, 0.0, d23 * 0.0)
 
 
 @triton.jit
@@ -179,78 +187,103 @@ def _narrow(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def _tile_24(weight, scale, bad, rows, cols, stride_r, stride_c, r, start, BLOCK_C: tl.constexpr):
-    """Weights and keys of rows r and BLOCK_C columns; whether the weights are finite, and flags them if not."""
-    c = start + tl.arange(0, BLOCK_C)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    address = weight + r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-    w = tl.load(address, mask=inside, other=0.0)
-    key = score_key(w, tl.load(scale + c, mask=c < cols, other=0.0)[None, :])
+def _load_row(source, stride_r, r, rows, c, cols, BELOW: tl.constexpr):
+    """Weights of row r + BELOW, 0 beyond the matrix; source points to row r."""
+    inside = c < tl.where(r + BELOW < rows, cols, 0)
+    return tl.load(source + BELOW * stride_r, mask=inside, other=0.0)
+
+
+@triton.jit
+def _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """Whether the weights are finite; flags them if not. poison is NaN in groups with a score that is not finite.
+
+    The weights are read again for it: to keep them would take registers that a faultless matrix does not need.
+    """
     finite = True
-    # a weight that is not finite has a key that is not finite
-    if tl.max(tl.reshape(key, (w.shape[0] * BLOCK_C,)), axis=0) >= INFINITE_BITS:
-        finite = tl.max(tl.reshape(magnitude_bits(w), (w.shape[0] * BLOCK_C,)), axis=0) < INFINITE_BITS
-    flag(bad, tl.where(finite, 0, BAD_WEIGHT))
-    return w, key, finite
+    if tl.max((poison != 0.0).to(tl.int32), axis=0) != 0:
+        worst = tl.zeros(c.shape, tl.int32)
+        for q in tl.static_range(ROWS):
+            w = _load_row(source, stride_r, r, rows, c, cols, q * STEP)
+            worst = tl.maximum(worst, magnitude_bits(w))
+        finite = tl.max(worst, axis=0) < INFINITE_BITS
+        flag(bad, tl.where(finite, 0, BAD_WEIGHT))
+    return finite
 
 
 @triton.jit
 def _24_kernel(
     weight, scale, out, bad, rows, cols, stride_r, stride_c, out_stride_r, out_stride_c,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PRUNE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, PRUNE: tl.constexpr,
 ):  # fmt: skip
     strips = (cols + BLOCK_C - 1) // BLOCK_C
-    r = tl.program_id(0) // strips * BLOCK_R + tl.arange(0, BLOCK_R)
+    r = tl.program_id(0) // strips * ROWS
     start = tl.program_id(0) % strips * BLOCK_C
-    w, key, finite = _tile_24(weight, scale, bad, rows, cols, stride_r, stride_c, r, start, BLOCK_C)
-    if tl.program_id(0) < strips:
-        flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
-    k0, k1, k2, k3 = _quarters(key.to(tl.float32, bitcast=True))
-    keep0, keep1, keep2, keep3 = _two_of(k0, k1, k2, k3)
-    if PRUNE:
-        w0, w1, w2, w3 = _quarters(_wide(w))
-        v0, v1 = _narrow(keep0 & w0, w.dtype), _narrow(keep1 & w1, w.dtype)
-        v2, v3 = _narrow(keep2 & w2, w.dtype), _narrow(keep3 & w3, w.dtype)
-    else:
-        v0, v1 = (keep0 & 1).to(tl.uint8), (keep1 & 1).to(tl.uint8)
-        v2, v3 = (keep2 & 1).to(tl.uint8), (keep3 & 1).to(tl.uint8)
-    tile = tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), (BLOCK_R, BLOCK_C))
     c = start + tl.arange(0, BLOCK_C)
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    target = out + r.to(tl.int64)[:, None] * out_stride_r + c.to(tl.int64)[None, :] * out_stride_c
-    if PRUNE:
-        if finite:
-            tl.store(target, tile, mask=inside)
-    else:
-        tl.store(target, tile, mask=inside)
+    source = weight + r.to(tl.int64) * stride_r + c.to(tl.int64) * stride_c
+    weights, tiles = (), ()
+    for q in tl.static_range(ROWS):
+        weights = weights + (_load_row(source, stride_r, r, rows, c, cols, q),)
+    s = tl.load(scale + c, mask=c < cols, other=0.0)
+    poison = tl.zeros((BLOCK_C // 4,), tl.float32)
+    for q in tl.static_range(ROWS):
+        w = weights[q]
+        keep0, keep1, keep2, keep3, wrong = _two_of(exact_float(w) * s)
+        poison += wrong
+        if PRUNE:
+            w0, w1, w2, w3 = _quarters(_wide(w))
+            v0, v1 = _narrow(keep0 & w0, w.dtype), _narrow(keep1 & w1, w.dtype)
+            v2, v3 = _narrow(keep2 & w2, w.dtype), _narrow(keep3 & w3, w.dtype)
+        else:
+            v0, v1 = (keep0 & 1).to(tl.uint8), (keep1 & 1).to(tl.uint8)
+            v2, v3 = (keep2 & 1).to(tl.uint8), (keep3 & 1).to(tl.uint8)
+        tiles = tiles + (tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), (BLOCK_C,)),)
+    finite = _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS, STEP=1)
+    if r == 0:
+        flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
+    if finite or not PRUNE:
+        target = out + r.to(tl.int64) * out_stride_r + c.to(tl.int64) * out_stride_c
+        for q in tl.static_range(ROWS):
+            tl.store(target + q * out_stride_r, tiles[q], mask=c < tl.where(r + q < rows, cols, 0))
 
 
 @triton.jit
-def _compress_24_kernel(
-    weight, scale, values, meta, bad, rows, cols, stride_r, stride_c, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
+def _compress_24_kernel(weight, scale, values, meta, bad, rows, cols, stride_r, stride_c, BLOCK_C: tl.constexpr):
     strips = (cols + BLOCK_C - 1) // BLOCK_C
-    band = tl.program_id(0) // strips
+    # rows r, r + 8, r + 16, r + 24 of a band of 32, whose metadata of 32 columns are 16 bytes in a row
+    part = tl.program_id(0) // strips
+    band = part // 8 * 32
+    r = band + part % 8
     start = tl.program_id(0) % strips * BLOCK_C
-    r = band * BLOCK_R + tl.arange(0, BLOCK_R)
-    w, key, _ = _tile_24(weight, scale, bad, rows, cols, stride_r, stride_c, r, start, BLOCK_C)
-    k0, k1, k2, k3 = _quarters(key.to(tl.float32, bitcast=True))
-    keep0, keep1, keep2, keep3 = _two_of(k0, k1, k2, k3)
-    w0, w1, w2, w3 = _quarters(_wide(w))
-    low = _narrow(_choose(keep0, w0, _choose(keep1, w1, w2)), w.dtype)
-    high = _narrow(_choose(keep3, w3, _choose(keep2, w2, w1)), w.dtype)
-    packed = tl.reshape(tl.join(low, high), (BLOCK_R, BLOCK_C // 2))
+    c = start + tl.arange(0, BLOCK_C)
+    source = weight + r.to(tl.int64) * stride_r + c.to(tl.int64) * stride_c
+    weights = ()
+    for q in tl.static_range(4):
+        weights = weights + (_load_row(source, stride_r, r, rows, c, cols, q * 8),)
+    s = tl.load(scale + c, mask=c < cols, other=0.0)
     half = start // 2 + tl.arange(0, BLOCK_C // 2)
-    target = values + r.to(tl.int64)[:, None] * (cols // 2) + half[None, :]
-    tl.store(target, packed, mask=(half < cols // 2)[None, :])
-    nibble = (~keep0 & _choose(keep1, 1, 2)) | _choose(keep3, 12, _choose(keep2, 8, 4))
-    places = 4 * tl.arange(0, 4)[None, None, :]
-    word = tl.sum(tl.reshape(nibble, (BLOCK_R, BLOCK_C // 16, 4)) << places, axis=2).to(tl.int16)
-    # row bits 43210 and column bit 0 of a word are stored in the order 2 1 0 4 c 3
-    word = tl.permute(tl.reshape(word, (2, 2, 8, BLOCK_C // 32, 2)), (3, 2, 0, 4, 1))
-    pair = start // 32 + tl.arange(0, BLOCK_C // 32)[:, None]
-    target = meta + pair.to(tl.int64) * (2 * rows) + (band * 64 + tl.arange(0, 64))[None, :]
-    tl.store(target, tl.reshape(word, (BLOCK_C // 32, 64)), mask=pair < cols // 32)
+    target = values + r.to(tl.int64) * (cols // 2) + half
+    poison = tl.zeros((BLOCK_C // 4,), tl.float32)
+    described = ()
+    for q in tl.static_range(4):
+        w = weights[q]
+        keep0, keep1, keep2, keep3, wrong = _two_of(exact_float(w) * s)
+        poison += wrong
+        w0, w1, w2, w3 = _quarters(_wide(w))
+        low = _narrow(_choose(keep0, w0, _choose(keep1, w1, w2)), w.dtype)
+        high = _narrow(_choose(keep3, w3, _choose(keep2, w2, w1)), w.dtype)
+        packed = tl.reshape(tl.join(low, high), (BLOCK_C // 2,))
+        tl.store(target + q * 8 * (cols // 2), packed, mask=half < cols // 2)
+        nibble = (~keep0 & (2 + keep1)) | (keep3 & 12) | (4 - 4 * keep2)
+        even, odd = tl.split(tl.reshape(nibble, (BLOCK_C // 8, 2)))
+        described = described + (even | (odd << 4),)
+    # a byte describes 8 columns; row bits 43210 and bits c, b of the byte's number are stored as 2 1 0 4 c 3 b
+    word = start // 16 + tl.arange(0, BLOCK_C // 16)
+    stretch = (word // 2).to(tl.int64) * rows + (band + r % 8 * 4)
+    for q in tl.static_range(2):
+        pairs = tl.reshape(described[2 * q] | (described[2 * q + 1] << 16), (BLOCK_C // 16, 2))
+        four = tl.sum(pairs << tl.arange(0, 2)[None, :] * 8, axis=1)
+        tl.store(meta.to(tl.pointer_type(tl.int32)) + (stretch + word % 2 + 2 * q), four, mask=word < cols // 16)
+    _check_24(source, stride_r, r, rows, c, cols, poison, bad, 4, STEP=8)
     if band == 0:
         flag_scale(scale, bad, tl.minimum(cols, start + BLOCK_C), start, BLOCK_C)
 
@@ -263,9 +296,9 @@ def compress_24(weight: Tensor, scale: Tensor, bad: Tensor | None) -> tuple[Tens
     meta = torch.empty(rows, cols // 16, dtype=torch.int16, device=weight.device)
     codes = new_flag(weight) if bad is None else bad
     launch(
-        _compress_24_kernel, (rows // 32 * cdiv(cols, PACK_C), 1, 1),
+        _compress_24_kernel, (rows // 4 * cdiv(cols, STRIP), 1, 1),
         weight, scale.contiguous(), values, meta, codes, rows, cols, *weight.stride(),
-        BLOCK_R=32, BLOCK_C=PACK_C, num_warps=PACK_WARPS,
+        BLOCK_C=STRIP, num_warps=STRIP_WARPS,
     )  # fmt: skip
     if bad is None:
         raise_if_bad("compress_24", codes)
