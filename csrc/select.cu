@@ -9,16 +9,6 @@
 
 namespace fwanda {
 
-struct RowTopk {
-  void* weight;         // [R, C], last dim contiguous
-  uint8_t* mask;        // [R, C] bool, contiguous; nullptr: prune the weight in place
-  const float* scale;   // [C], >= 0
-  const int64_t* keep;  // [R]
-  int32_t* bad;         // codes of bad.h; a keep outside of [0, C] is clamped
-  int64_t row_stride;   // in elements, >= C
-  int32_t rows, cols;
-};
-
 constexpr int kMaxMatrices = 448;  // the table is a kernel argument: 448 * 64 B < 32,764 B
 
 struct Entry {
@@ -43,55 +33,61 @@ __device__ __forceinline__ void row_topk(const Table<N>& table) {
     if (table.entry[mid].first_row <= int(blockIdx.x)) low = mid;
     else high = mid - 1;
   }
-  const RowTopk& m = table.entry[low].m;
+  const RowTopk& given = table.entry[low].m;
+  const RowTopk& m = N == 1 ? given : shared.m;
   int64_t r = int(blockIdx.x) - table.entry[low].first_row;
-  Row<E, ALIGNED, MASK> x;
-  x.shared = &shared, x.parity = 0, x.cols = m.cols, x.scale = m.scale;
-  x.row = reinterpret_cast<Bits*>(dynamic + list_bytes(int(blockDim.x)));
+  Row<E, ALIGNED, MASK> x{m, &shared, reinterpret_cast<Bits*>(dynamic + list_bytes(int(blockDim.x))), 0};
   if (threadIdx.x == 0) {
-    Bits* weight = static_cast<Bits*>(m.weight) + r * m.row_stride;
-    if (ALIGNED) start_copy(&shared.copied, x.row, weight, uint32_t(m.cols) * uint32_t(sizeof(Bits)));
-    int64_t wanted = m.keep[r], keep = min(max(wanted, int64_t(0)), int64_t(m.cols));
-    if (wanted != keep) atomicOr(m.bad, kBadKeep);
-    shared.weight = weight, shared.bad = m.bad, shared.keep = int32_t(keep), shared.listed = 0;
+    Bits* weight = static_cast<Bits*>(given.weight) + r * given.row_stride;
+    if (ALIGNED) start_copy(&shared.copied, x.row, weight, uint32_t(given.cols) * uint32_t(sizeof(Bits)));
+    int64_t wanted = given.keep[r], keep = min(max(wanted, int64_t(0)), int64_t(given.cols));
+    if (wanted != keep) atomicOr(given.bad, kBadKeep);
+    if (N > 1) shared.m = given;
+    shared.weight = weight, shared.keep = int32_t(keep), shared.listed = 0;
   }
   if (r == 0)
-    for (int c = int(threadIdx.x); c < m.cols; c += int(blockDim.x))
-      if (!(m.scale[c] >= 0.f && m.scale[c] <= kLargest)) atomicOr(m.bad, kBadScale);
+    for (int c = int(threadIdx.x); c < given.cols; c += int(blockDim.x))
+      if (!(given.scale[c] >= 0.f && given.scale[c] <= kLargest)) atomicOr(given.bad, kBadScale);
   __syncthreads();
   if (!ALIGNED) {
-    for (int c = int(threadIdx.x); c < x.cols; c += int(blockDim.x)) x.row[c] = static_cast<const Bits*>(shared.weight)[c];
+    for (int c = int(threadIdx.x); c < m.cols; c += int(blockDim.x)) x.row[c] = static_cast<const Bits*>(shared.weight)[c];
     __syncthreads();
   }
   if (ALIGNED) wait_copy(&shared.copied);
-  bool full = (x.warp() + 1) * kColsPerWarp <= x.cols;
+  bool full = (x.warp() + 1) * kColsPerWarp <= m.cols;
   bool overflow = full ? x.template make_keys<true>() : x.template make_keys<false>();
-  if (overflow && x.has_nonfinite_weight()) atomicOr(shared.bad, kBadWeight);
+  if (overflow && x.has_nonfinite_weight()) atomicOr(m.bad, kBadWeight);
   int k = shared.keep;
-  int cutoff = k == 0 ? 0x8000 : 0;
-  if (k > 0 && k < x.cols) {
+  int cutoff = k == 0 ? 0x7fff : 0;  // no key is at least NaN
+  if (k > 0 && k < m.cols) {
     Bracket b = x.search(k);
     cutoff = b.lo;
     if (b.at_lo > k) {
       uint32_t first = uint32_t(b.lo) << 16, last = (uint32_t(b.hi) << 16) - 1;
       int at_first = b.at_lo, above = b.at_hi;
-      bool settled = at_first - above > list_capacity(x.threads()) && x.settle_bucket(b, k, first, last, at_first, above);
-      if (!settled) x.rank_candidates(b, first, last, at_first - above, k - above);
+      bool settled = false;
+      if (at_first - above > list_capacity(x.threads())) {
+        b.hi = b.lo + 1;  // as it is: spares its register
+        settled = x.settle_bucket(b.lo, first, last, at_first, above);
+      }
+      if (!settled) x.rank_candidates(b, first, last, at_first - above, shared.keep - above);
     }
   }
   Bits* weight = static_cast<Bits*>(shared.weight);
-  uint8_t* mask = MASK ? m.mask + r * x.cols : nullptr;
-  if (full) x.template write<true>(cutoff, weight, mask);
+  uint8_t* mask = MASK ? m.mask + r * m.cols : nullptr;
+  if (x.warp() < m.cols / kColsPerWarp) x.template write<true>(cutoff, weight, mask);
   else x.template write<false>(cutoff, weight, mask);
   if (!ALIGNED && !MASK) {
     __syncthreads();
-    for (int c = int(threadIdx.x); c < x.cols; c += int(blockDim.x)) weight[c] = x.row[c];
+    for (int c = int(threadIdx.x); c < m.cols; c += int(blockDim.x)) weight[c] = x.row[c];
   }
 }
 
-// A thread has 64 registers, and 32 of them hold keys. On sm_120, shared memory has no room for so many rows of fp32 that
-// 72 registers would cost a block, and spares spills.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+// A thread has 64 registers, and 32 of them hold keys; or 72 and 40. On sm_120, shared memory has no room for so many rows of
+// fp32 that 72 registers would cost a block, and spares spills.
+#if STEPS == 20
+constexpr int kMaxThreads = 896;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kMaxThreads = sizeof(WEIGHT::Bits) == 4 ? 896 : 1024;
 #else
 constexpr int kMaxThreads = 1024;

@@ -17,7 +17,7 @@ struct Weight24 {
 
 constexpr int kWarps = 8;
 constexpr int kRows = 2;            // of a warp, in keep_n_of_4
-constexpr int kBands = 2;           // of 32 rows, in a block of compress_24
+constexpr int kBandRows = 32;       // of a block of compress_24
 constexpr int kPairs = kStrip / 32; // stretches of metadata in a strip and band
 constexpr int kPairBytes = 128, kPairPitch = 144;  // 16 bytes apart keep a warp's writes on different banks
 
@@ -100,51 +100,72 @@ __device__ inline int meta_place(int r, int w, int byte) {
   return (w >> 1) * kPairPitch + ((moved + shift) * 2 + (w - shift & 1)) * 2 + byte;
 }
 
-// For two kept columns: the selector of __byte_perm that picks their 16 bits from the group's two words, and above it their
-// metadata.
-__device__ inline uint32_t pack_code(uint32_t bits) {
-  uint32_t low = bits & 1 ? 0 : bits & 2 ? 1 : 2, high = bits & 8 ? 3 : bits & 4 ? 2 : 1;
-  return 0x1010u + 0x22u * low + 0x2200u * high + (low << 16 | high << 18);
+// The two largest columns of a group, as kept() with n = 2: a number from 1 to 6 whose bits tell of columns 0, 1 and 2. The
+// sign of a difference says which of two columns is larger. A column is among the two if it wins two of three comparisons.
+__device__ inline uint32_t largest_two(const float* w, const float* s) {
+  float p[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) p[i] = __fmul_rn(fabsf(w[i]), s[i]);
+  auto less = [&](int i, int j) { return __float_as_uint(__fsub_rn(p[i], p[j])); };
+  auto majority = [](uint32_t x, uint32_t y, uint32_t z) { return (x & y) | (x & z) | (y & z); };
+  uint32_t l10 = less(1, 0), l20 = less(2, 0), l30 = less(3, 0), l21 = less(2, 1), l31 = less(3, 1), l32 = less(3, 2);
+  uint32_t first = majority(l10, l20, l30), second = majority(~l10, l21, l31), third = majority(~l20, ~l21, l32);
+  return __funnelshift_l(first, __funnelshift_l(second, third >> 31, 1), 1);
+}
+
+// As __byte_perm, which would mask the selector.
+__device__ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// The kept values of two groups and their metadata byte. The tables have a byte for each number of largest_two(): metadata,
+// and the selectors of the 16 bits of the lower and of the higher column.
+__device__ inline uint2 pack_groups(const uint32_t* word, const float* w, const float* s, uint8_t& meta) {
+  uint32_t both = largest_two(w, s) | largest_two(w + 4, s + 4) << 4;
+  uint32_t codes = permute(0x040d0c00, 0x0009080e, both);
+  uint32_t lower = permute(0x10321000, 0x00321054, both), higher = permute(0x32767600, 0x00545476, both);
+  meta = uint8_t(codes | codes >> 4);
+  return make_uint2(permute(word[0], word[1], permute(lower, higher, 0x40)), permute(word[2], word[3], permute(lower, higher, 0x51)));
 }
 
 template <class E, bool ALIGNED>
 __device__ __forceinline__ void pack(const Weight24& m, uint16_t* values, int16_t* meta) {
-  __shared__ __align__(16) uint8_t shared[kBands][kPairs * kPairPitch];
-  constexpr int kPerBand = 32 / kWarps, kMine = kBands * kPerBand;
+  __shared__ __align__(16) uint8_t shared[kPairs * kPairPitch];
+  constexpr int kMine = kBandRows / kWarps;
   int strips = (m.cols + kStrip - 1) / kStrip;
   int strip = int(blockIdx.x) % strips * kStrip, valid = m.cols - strip, c = strip + Eight<E>::column(0);
-  int64_t top = int64_t(int(blockIdx.x) / strips) * kBands * 32;
-  auto row_of = [&](int i) { return top + i / kPerBand * 32 + i % kPerBand * kWarps + warp(); };
+  int64_t top = int64_t(int(blockIdx.x) / strips) * kBandRows, first = top + warp();
+  int left = int(min(int64_t(m.rows) - first, int64_t(kBandRows)));  // row `first` and every kWarps-th after it
+  const uint16_t* from = static_cast<const uint16_t*>(m.weight) + first * m.row_stride + strip;
   Eight<E> v[kMine];
 #pragma unroll
-  for (int i = 0; i < kMine; i++) {
-    int64_t row = row_of(i);
-    v[i].template load<ALIGNED>(static_cast<const uint16_t*>(m.weight) + row * m.row_stride + strip, row < m.rows ? valid : 0);
-  }
+  for (int i = 0; i < kMine; i++, from += kWarps * m.row_stride) v[i].template load<ALIGNED>(from, i * kWarps < left ? valid : 0);
   float s[8];
   load_scale<E, ALIGNED>(m.scale + strip, valid, s);
   if (top == 0) flag_scale(s, m.bad);
   uint32_t poisoned = 0;
+  uint16_t* to = values + (first * m.cols + c) / 2;
+  if (c >= m.cols) left = 0;
 #pragma unroll
-  for (int i = 0; i < kMine; i++) {
+  for (int i = 0; i < kMine; i++, to += kWarps / 2 * int64_t(m.cols)) {
     float w[8];
     v[i].decode(w);
     poison(v[i], poisoned);
-    uint32_t code0 = pack_code(kept(w, s, 2)), code1 = pack_code(kept(w + 4, s + 4, 2));
-    uint2 two = {__byte_perm(v[i].word[0], v[i].word[1], code0), __byte_perm(v[i].word[2], v[i].word[3], code1)};
-    int64_t row = row_of(i);
-    if (row < m.rows && c < m.cols) *reinterpret_cast<uint2*>(values + (row * m.cols + c) / 2) = two;
-    shared[i / kPerBand][meta_place(int(row & 31), lane() >> 1, lane() & 1)] = uint8_t(code0 >> 16 | code1 >> 16 << 4);
+    uint8_t code;
+    uint2 two = pack_groups(v[i].word, w, s, code);
+    if (i * kWarps < left) *reinterpret_cast<uint2*>(to) = two;
+    shared[meta_place(i * kWarps + warp(), lane() >> 1, lane() & 1)] = code;
   }
   if (E::poisoned(poisoned)) atomicOr(m.bad, kBadWeight);
   __syncthreads();
   constexpr int kVectors = kPairBytes / 16;
-  for (int i = int(threadIdx.x); i < kBands * kPairs * kVectors; i += kWarps * 32) {
-    int band = i / kVectors % kBands, pair = i / (kVectors * kBands), part = i % kVectors;
-    int64_t row = top + band * 32;
-    if (row >= m.rows || strip + pair * 32 >= m.cols) continue;
-    int16_t* to = meta + (strip / 32 + pair) * (2 * int64_t(m.rows)) + row * 2;
-    reinterpret_cast<uint4*>(to)[part] = *reinterpret_cast<const uint4*>(&shared[band][pair * kPairPitch + part * 16]);
+  for (int i = int(threadIdx.x); i < kPairs * kVectors; i += kWarps * 32) {
+    int pair = i / kVectors, part = i % kVectors;
+    if (strip + pair * 32 >= m.cols) continue;
+    int16_t* to = meta + (strip / 32 + pair) * (2 * int64_t(m.rows)) + top * 2;
+    reinterpret_cast<uint4*>(to)[part] = *reinterpret_cast<const uint4*>(&shared[pair * kPairPitch + part * 16]);
   }
 }
 

@@ -36,9 +36,12 @@ _WEIGHTS = {
     for dtype in ("bf16", "fp16", "fp32")
     for suffix, aligned in (("", "true"), ("-unaligned", "false"))
 }
+# STEPS: groups of 4 columns that a thread of row selection holds
+_ROWS = {variant: (*macros, "STEPS=16") for variant, macros in _WEIGHTS.items()}
+_ROWS |= {f"{dtype}-wide": (*_WEIGHTS[dtype], "STEPS=20") for dtype in ("bf16", "fp16")}
 # family, which is the name of the .cu file -> variant -> macros
 FAMILIES = {
-    "select": _WEIGHTS,
+    "select": _ROWS,
     "stats": {"any": ()},
     "sparse24": _WEIGHTS,
     "threshold": _WEIGHTS,

@@ -22,6 +22,8 @@ ENTRY = Layout(
 )
 MAX_MATRICES = 448
 COLUMNS_PER_WARP = 2048
+WIDE_COLUMNS_PER_WARP = 2560  # of the wide variants
+WIDE_COLUMNS = range(4097, 5121)  # they take these rows by two warps instead of three, which was faster on an H200
 MAX_ROWS = 0x7FFFFFFF - 0x10000  # of one launch
 MAX_COLUMNS = 65535
 BESIDE_ROW = 3072  # bytes of shared memory that a block needs at most besides its row
@@ -91,30 +93,29 @@ def plan_one(
     entry = address, target, scales, keep.data_ptr(), bad.data_ptr(), row_stride, rows, cols, 0
     itemsize = ITEMSIZE[weight.dtype]
     in_vectors = aligned(address | scales, row_stride, cols, itemsize) and not target % 4
-    module = ("select", variant(weight.dtype, in_vectors))
-    return [_launch(module, kernel, [entry], rows, itemsize, 1)] if rows else []
+    return [_launch(kernel, weight.dtype, in_vectors, [entry], rows, 1)] if rows else []
 
 
 def plan_list(
     weights: list[Tensor], sizes: list[tuple[int, int, int]], scales: list[Tensor], keeps: list[Tensor], bad: Tensor
 ) -> list[Launch]:
     """Launches that prune matrices, one for each number of threads that a row takes. All but weights is contiguous."""
-    flag, itemsize, in_vectors = bad.data_ptr(), ITEMSIZE[weights[0].dtype], True
-    parts: dict[int, list[_Part]] = {}  # by the threads of a row
+    flag, dtype, in_vectors = bad.data_ptr(), weights[0].dtype, True
+    itemsize = ITEMSIZE[dtype]
+    parts: dict[tuple[int, bool], list[_Part]] = {}  # by _kind()
     for weight, (rows, cols, row_stride), scale, keep in zip(weights, sizes, scales, keeps, strict=True):
         address, scale_at = weight.data_ptr(), scale.data_ptr()
         in_vectors = in_vectors and aligned(address | scale_at, row_stride, cols, itemsize)
         if rows:
-            part = _part_with_room(parts.setdefault(_threads(cols), []), rows)
+            part = _part_with_room(parts.setdefault(_kind(cols), []), rows)
             part.entries.append((address, 0, scale_at, keep.data_ptr(), flag, row_stride, rows, cols, part.rows))
             part.rows += rows
         flag += 4
-    module = ("select", variant(weights[0].dtype, in_vectors))
     launches = []
-    for threads in sorted(parts, reverse=True):  # rows of most threads first
-        for part in parts[threads]:
+    for kind in sorted(parts, reverse=True):  # rows of most threads first
+        for part in parts[kind]:
             name, room = ("row_topk_prune", 1) if len(part.entries) == 1 else ("row_topk_prune_list", MAX_MATRICES)
-            launches.append(_launch(module, name, part.entries, part.rows, itemsize, room))
+            launches.append(_launch(name, dtype, in_vectors, part.entries, part.rows, room))
     return launches
 
 
@@ -132,9 +133,10 @@ def _part_with_room(parts: list[_Part], rows: int) -> _Part:
     return parts[-1]
 
 
-def _threads(cols: int) -> int:
-    """Threads of a row: a warp for 2,048 columns."""
-    return -(-cols // COLUMNS_PER_WARP) * 32
+@cache
+def _kind(cols: int) -> tuple[int, bool]:
+    """The warps that a row takes, and whether a wide variant serves it better. Rows of one kind share a launch."""
+    return -(-cols // COLUMNS_PER_WARP), cols in WIDE_COLUMNS
 
 
 @cache
@@ -145,13 +147,18 @@ def _dynamic_bytes(threads: int, row_bytes: int) -> int:
 
 def list_bytes(threads: int) -> int:
     """Shared memory in front of the row, as list_bytes() of select_row.cuh."""
-    return max(2 * threads, 8 * (128 if threads >= 256 else 64))
+    return 8 * (128 if threads >= 256 else 64)
 
 
-def _launch(module: tuple[str, str], kernel: str, entries: list[tuple], rows: int, itemsize: int, room: int) -> Launch:
-    """One launch over matrices whose rows, so many in all, take the same number of threads."""
+def _launch(
+    kernel: str, dtype: torch.dtype, in_vectors: bool, entries: list[tuple], rows: int, room: int
+) -> Launch:  # fmt: skip
+    """One launch over matrices of one _kind(), with so many rows in all."""
     rest = bytes(ENTRY.size * (room - len(entries)))
     table = b"".join([COUNT.pack(len(entries)), *starmap(ENTRY.pack, entries), rest])
-    widest = max([entry[7] for entry in entries])
-    threads = _threads(widest)
-    return Launch(module, kernel, rows, threads, (table,), _dynamic_bytes(threads, widest * itemsize))
+    widest, itemsize = max([entry[7] for entry in entries]), ITEMSIZE[dtype]
+    module, (warps, wide) = variant(dtype, in_vectors), _kind(widest)
+    if wide and in_vectors and itemsize == 2:
+        module, warps = f"{module}-wide", -(-widest // WIDE_COLUMNS_PER_WARP)
+    threads = 32 * warps
+    return Launch(("select", module), kernel, rows, threads, (table,), _dynamic_bytes(threads, widest * itemsize))

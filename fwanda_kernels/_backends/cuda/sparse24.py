@@ -19,7 +19,7 @@ WEIGHT = Layout("Weight24", "P weight, P scale, P bad, q row_stride, i rows, i c
 THREADS, STRIP = 256, 256
 WARPS = 8
 ROWS = 2  # of a warp of keep_n_of_4
-BAND_ROWS = 64  # of a block of compress_24
+BAND_ROWS = 32  # of a block of compress_24
 
 
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
