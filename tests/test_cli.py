@@ -214,7 +214,7 @@ def test_windows_that_overlap_give_one_warning_whether_bos_is_added_or_not(folde
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc")
 def test_an_output_where_no_folder_can_be_made_is_one_line(folder, capsys):
     assert main(arguments(folder, Path("/proc/x"))) == 2
-    assert capsys.readouterr().err.endswith("cannot write to /proc; choose another folder\n")
+    check_one_line(capsys, "output /proc/x: cannot write to /proc; choose another folder")
 
 
 def test_a_file_that_is_calibrated_on_and_evaluated_gives_a_warning(folder, tmp_path):
@@ -267,7 +267,12 @@ MISTAKES = {
     "text whose name has a line break": (["--guard", "a\nb.txt"], "--guard holds an unprintable character, got"),
     "text whose name is not UTF-8": (["--eval", "\udcff.txt"], "--eval holds an unprintable character, got"),
     "start token of many digits": (["--calibration", "self", "--start-token", "9" * 5000], "--start-token must be"),
-    "statistics that are none": (["--statistics", "nowhere.safetensors"], "is not a statistics file"),
+    "statistics that are missing": (["--statistics", "none.safetensors"], "statistics none.safetensors: no such file"),
+    "statistics that are none": (
+        ["--statistics", __file__],
+        "is not a statistics file of `fwanda calibrate`: no safet",
+    ),
+    "settings that are missing": (["--config", "no.yaml"], "cannot read the settings in no.yaml: No such file or dir"),
 }
 
 
@@ -372,7 +377,7 @@ def test_settings_of_the_wrong_type_end_in_one_line(line, folder, tmp_path, caps
         str(tmp_path / "out"),
     ]
     assert main(command) == 2
-    check_one_line(capsys, "quote it in YAML" if line.startswith("pattern") else "")
+    check_one_line(capsys, f"error: {tmp_path / 'settings.yaml'}: {'' if line != 'pattern: 2:4' else '--pattern'}")
 
 
 @pytest.mark.parametrize("name", ["/", "x" * 250, "loop/out", "\0", "\udcff", "a\nb"])

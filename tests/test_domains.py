@@ -14,6 +14,8 @@ import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
 from fwanda_pruner.cli import main
 from fwanda_pruner.run import stages
+from fwanda_pruner.text.domains import calibration_part
+from fwanda_pruner.text.sources import NAMED, NamedSource
 from fwanda_pruner.text.windows import draw_windows, guard_tokens
 
 LENGTH = 24
@@ -196,6 +198,30 @@ def test_without_further_text_the_last_windows_of_the_calibration_serve():
     (domain,) = report.domains
     assert (domain["source"], domain["calibrated"], domain["unread"], domain["windows"]) == ("tokens", True, False, 8)
     assert domain["pruned"] == pytest.approx(loss(model, tokens[-8:]), rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"allocation": "response"}, {"no_check": True}, {"nsamples": 16}], ids=str)
+def test_losses_on_windows_that_calibration_reads_give_a_warning(settings, tmp_path):
+    (tmp_path / "short.txt").write_text(tiny.text(20 * LENGTH))
+    _, report = prune(str(tmp_path / "short.txt"), **settings)
+    said = [line for line in report.warnings if line.startswith("calibration reads all windows of ")]
+    assert len(said) == (settings in ({}, {"allocation": "response"}))
+    assert all("short.txt, so " in line and "the losses are measured on the last of them" in line for line in said)
+    assert all(("the allocation is chosen" in line) == ("allocation" in settings) for line in said)
+
+
+def test_the_default_text_overlaps_without_a_warning_unless_its_windows_were_asked_for(monkeypatch):
+    monkeypatch.setitem(NAMED, "sample", NamedSource(lambda _purpose: [tiny.text(800)]))
+    for asked, warned in (({}, False), ({"nsamples": 127}, True)):
+        settings = {"method": "wanda", "seqlen": LENGTH, "guard": "none", "progress": False, **asked}
+        report = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), **settings)
+        assert any("overlap" in line for line in report.warnings) == warned
+        assert any("calibration reads all windows of sample" in line for line in report.warnings)
+
+
+@pytest.mark.parametrize("windows, read", [(128, 112), (40, 24), (32, 16), (31, 16), (16, 8), (3, 2), (1, 1)])
+def test_a_calibration_on_part_of_a_text_leaves_windows_for_the_report(windows, read):
+    assert calibration_part(windows) == read
 
 
 def test_without_the_text_of_its_statistics_the_run_goes_on_with_a_warning(text, guard, tmp_path):

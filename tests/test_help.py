@@ -58,6 +58,17 @@ def test_help_fits_80_columns_and_begins_with_a_short_usage(command, shown):
     assert lines[0].startswith("usage: fwanda") and lines[1] == ""
 
 
+def test_eval_says_where_its_defaults_come_from(shown):
+    about = " ".join(shown("eval").partition("--eval-windows")[2].split())
+    assert about.startswith("N evaluate only the first N windows of each text (default: as in the report beside")
+
+
+def test_resume_and_overwrite_say_what_they_do_together(shown):
+    for command in ("prune", "sample"):
+        text = " ".join(shown(command).split())
+        assert "run again with --overwrite" in text and "unless --resume is given" in text
+
+
 def test_the_examples_of_prune_are_commands_that_parse(shown):
     from fwanda_pruner.arguments import build_parser
 

@@ -11,6 +11,7 @@ from interrupt import interrupted_after
 from fwanda_pruner.cli import main
 from fwanda_pruner.engine.losses import invert_distribution
 from fwanda_pruner.errors import UserError
+from fwanda_pruner.report.record import Report
 from fwanda_pruner.run import stage as stages
 from fwanda_pruner.text.own_text import sample_tokens, start_token_of
 
@@ -273,7 +274,9 @@ def test_the_command_writes_one_window_a_line(argv, folder, tmp_path, capsys):
     assert "for 40 windows of 24 tokens" in out and "energy      not measured" in out
     command = next(line for line in out.splitlines() if line.startswith("next: ")).split()[2:]
     command[command.index("DIR")] = str(tmp_path / "pruned")
-    assert main([*command, "--nsamples", "16", "--seqlen", "24", "--device", "cpu", "--method", "wanda"]) == 0
+    assert main([*command, "--device", "cpu", "--method", "wanda"]) == 0
+    domain = Report.load(tmp_path / "pruned").domains[0]
+    assert (domain["source"], domain["unread"], domain["windows"]) == (str(tmp_path / "own.jsonl"), True, 8)
 
 
 @pytest.mark.fault("Ctrl-C")

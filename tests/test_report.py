@@ -284,16 +284,13 @@ def test_the_next_commands_can_be_copied():
         "fwanda report 'my model/' --html 'my model.html'",
         "fwanda eval 'my model/' --eval text.txt --eval-seqlen 64 --eval-windows 3",
     ]
-    assert next_commands(make_report(perplexity=[]), "out")[-1] == "fwanda eval out --eval sample"
+    assert next_commands(make_report(), "out")[-1] == "fwanda eval out --eval text.txt"  # all windows, as in the record
 
 
-def test_the_next_evaluation_reads_as_few_windows_as_the_run_did():
-    def windows(**changes) -> str:
-        return next_commands(make_report(domains=compared().domains, **changes), "out")[-1].rpartition("--eval ")[2]
-
-    assert windows(perplexity=[]) == "sample --eval-windows 8"
-    assert windows(perplexity=[], config={"eval_windows": 3}) == "sample --eval-windows 3"
-    assert windows() == "text.txt"  # all windows, as in the record
+def test_the_next_evaluation_after_a_run_without_one_has_a_size_of_its_own():
+    """The windows of a tiny run would measure nothing."""
+    report = make_report(perplexity=[], domains=compared().domains, config={"eval_seqlen": 16, "seqlen": 16})
+    assert next_commands(report, "out")[-1] == "fwanda eval out --eval sample --eval-seqlen 256 --eval-windows 8"
 
 
 def test_the_summary_and_the_table_say_what_the_search_chose():

@@ -132,6 +132,17 @@ def test_finished_work_is_not_thrown_away_unless_asked(argv, capsys):
     assert not state_of(argv).exists()
 
 
+def test_overwrite_and_resume_go_on_with_an_interrupted_run_and_replace_a_finished_one(argv, capsys, tmp_path):
+    argv += ["--method", "wanda", "--overwrite", "--resume"]
+    interrupt(argv, after="calibrate")
+    for kept in (True, False):
+        capsys.readouterr()
+        assert cli.main(argv) == 0
+        out, error = capsys.readouterr()
+        assert "(kept from the interrupted run)" in error if kept else "starting from the beginning" in error
+        assert not out.startswith("finished")
+
+
 def test_resume_without_a_state_starts_afresh_and_says_so(argv, capsys):
     assert cli.main([*argv, "--method", "wanda", "--resume"]) == 0
     assert "no interrupted run was found: starting from the beginning" in capsys.readouterr().err

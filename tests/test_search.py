@@ -294,9 +294,10 @@ def test_without_a_search_there_is_no_choice():
 
 
 def test_without_further_text_the_last_windows_decide_with_a_warning():
-    with pytest.warns(
-        UserWarning, match="calibration reads all windows of tokens, so the allocation is chosen on the last of them"
-    ):
+    said = (
+        "calibration reads all windows of tokens, so the allocation is chosen and the losses are measured on the last"
+    )
+    with pytest.warns(UserWarning, match=said):
         report = fwanda_pruner.prune(tiny.llama(), config=CONFIG, calibration=TOKENS, progress=False)
     losses = losses_of(tiny.llama(), candidates(CONFIG), tokens=TOKENS[:8])  # the report reads the last eight
     found = report.config["chosen"]["losses"]

@@ -269,12 +269,16 @@ def test_a_name_of_no_text_is_refused_with_its_flag_and_without_the_network(name
     assert not loader.calls
 
 
-def test_a_missing_datasets_package_is_one_line(monkeypatch):
+def test_a_missing_datasets_package_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
         load_documents("wikitext2", purpose="calibration")
     with pytest.raises(UserError, match="^NOTES.md: no such file, and loading a data set needs the datasets package"):
         load_documents("NOTES.md", purpose="calibration")
+    with pytest.raises(
+        UserError, match=f"^{tmp_path}: a folder must hold the files of a data set .*pip install datasets"
+    ):
+        load_documents(str(tmp_path), purpose="calibration")
 
 
 def test_c4_takes_windows_of_single_documents_longer_than_the_window(loader, tokenizer):

@@ -356,6 +356,8 @@ def test_a_broken_recipe_is_one_line(tmp_path, text):
 def test_a_recipe_that_does_not_exist_names_those_that_do():
     with pytest.raises(UserError, match="recipes of the package: .*main"):
         Recipe.load("nothing")
+    with pytest.raises(UserError, match=r"^cannot read the recipe sparsty: No such .*; did you mean sparsity\?$"):
+        Recipe.load("sparsty")
 
 
 def test_the_command_writes_the_tables(recipe, tmp_path, capsys):

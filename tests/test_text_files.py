@@ -85,6 +85,12 @@ def test_rows_are_documents_in_lines_and_in_arrays(suffix, content, packed, tmp_
         ("a.parquet.gz", "a", "unknown kind"),
         ("a.json", '{\n"text": "a"\n}', "a.json, line 1: not JSON"),
         ("a.json", '["a", 3]', 'a.json, row 2: expected an object with a field "text"'),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b',
+            "a.jsonl, line 2: not JSON: Unterminated string starting at: column 10",
+        ),
+        ("a.json", '[\n"a",\n', "a.json: not JSON: Expecting value: line 2 column 5"),
         ("a.json", "[" * 5000, "a.json: not JSON"),
         ("a.json", "[]", "a.json: holds no text"),
     ],

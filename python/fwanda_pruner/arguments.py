@@ -99,7 +99,8 @@ def _add_prune(commands) -> None:
     parser.section(_RUN).add_argument(
         "--resume",
         action="store_true",
-        help="continue an interrupted run of the same command; if it had finished, only check the zeros in DIR",
+        help="continue an interrupted run of the same command; if it had finished, only check the zeros in DIR, or run "
+        "again with --overwrite",
     )
     parser.section(_RUN).add_argument(
         "--config", metavar="FILE", help="read settings from a YAML or JSON file; flags take precedence over it"
@@ -107,7 +108,8 @@ def _add_prune(commands) -> None:
     output.add_argument(
         "--overwrite",
         action="store_true",
-        help="delete what DIR holds and what an interrupted run has finished, and write the result there",
+        help="delete what DIR holds, and what an interrupted run has finished unless --resume is given, and write the "
+        "result there",
     )
     output.add_argument(
         "--dry-run",
@@ -152,10 +154,13 @@ def _add_sample(commands) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue an interrupted run of the same command; if it had finished, only check the settings in FILE",
+        help="continue an interrupted run of the same command; if it had finished, only check the settings in FILE, or "
+        "run again with --overwrite",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="start over, and remove what an interrupted run has written"
+        "--overwrite",
+        action="store_true",
+        help="start over, and remove what an interrupted run has written unless --resume is given",
     )
     texts = {"nsamples": "number of windows", "seqlen": "tokens in a window", "seed": "seed of the draws"}
     _add_settings(parser, "place", **texts, start_token=None, engine=None, segment=None, max_memory=None)
@@ -174,11 +179,16 @@ def _add_eval(commands) -> None:
     )
     _add_task_settings(parser)
     tokens = "tokens in an evaluation window (default: as in the report beside the model, else 2048)"
+    windows = (
+        "evaluate only the first N windows of each text (default: as in the report beside the model, if its texts are "
+        "read; else all)"
+    )
     bos = (
         "whether each window starts with the BOS token. auto: as in the report beside the model; without one, if that "
         "lowers the loss on the first window of the first text; none: never; window: always"
     )
-    _add_settings(parser, "eval", "bos", "place", eval_seqlen=tokens, bos=bos, engine=None, segment=None)
+    own = {"eval_seqlen": tokens, "eval_windows": windows, "bos": bos}
+    _add_settings(parser, "eval", "bos", "place", **own, engine=None, segment=None)
 
 
 def _add_sweep(commands) -> None:

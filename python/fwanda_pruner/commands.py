@@ -316,6 +316,7 @@ def sample(args: argparse.Namespace) -> Result:
         raise UserError("fwanda sample does not work with --engine sharded; use another engine")
     from .run.sample import check_sample_file, write_sample
     from .run.state import RunState
+    from .text.domains import calibration_part
 
     _on_first(lambda: check_sample_file(args.output))
     titles = [StageName.LOAD.title, StageName.SAMPLE.title]
@@ -327,7 +328,8 @@ def sample(args: argparse.Namespace) -> Result:
         model, tokenizer = _load(args, config)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
-    text = f"--calibration {shlex.quote(args.output)} --nsamples {config.nsamples} --seqlen {config.seqlen}"
+    read = calibration_part(config.nsamples)
+    text = f"--calibration {shlex.quote(args.output)} --nsamples {read} --seqlen {config.seqlen}"
     lines = [
         f"seconds     {seconds:.1f} for {config.nsamples} windows of {config.seqlen} tokens",
         f"energy      {energy if isinstance(energy, str) else f'{energy:.0f} J gross'}",

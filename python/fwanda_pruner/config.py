@@ -460,17 +460,21 @@ class PruneConfig:
         """Read a YAML or JSON file of settings, named as the fields of this class.
 
         Raises:
-            UserError: the file is missing, is not a mapping, or holds a bad setting.
+            UserError: the file is missing, is not a mapping, or holds a bad setting. The message names the file.
         """
         expect_path("config", path)
         refuse_pipe(path, "the settings")
         try:
             values = read_yaml(path)
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"cannot read the settings in {path}: {one_line(error)}") from error
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise UserError(f"cannot read the settings in {path}: {reason}") from error
         if not isinstance(values, dict):
             raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
 
 
 def settings_of(*groups: str) -> tuple[str, ...]:

@@ -135,8 +135,13 @@ class Statistics:
             statistics = cls.of_parts(tensors, values)
             statistics._check_values()
             return statistics
+        except FileNotFoundError as error:
+            raise UserError(f"statistics {path}: no such file; `fwanda calibrate` writes one") from error
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is not a statistics file of `fwanda calibrate`: {one_line(error)}") from error
+            kind = "no safetensors file, " if isinstance(error, SafetensorError) else ""
+            raise UserError(
+                f"{path} is not a statistics file of `fwanda calibrate`: {kind}{one_line(error)}"
+            ) from error
 
     def _check_values(self) -> None:
         """Refuses values that no run has written.

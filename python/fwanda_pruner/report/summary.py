@@ -131,11 +131,11 @@ def next_commands(report: Report, output: str) -> list[str]:
         output: the folder of the result.
     """
     config, folder = report.config, shlex.quote(str(output))
-    texts = [text["source"] for text in report.perplexity] or ["sample"]
-    windows = config.get("eval_windows")
-    if not report.perplexity and not windows:  # as many as took the run itself no long time
-        windows = max((domain["windows"] for domain in report.domains), default=None)
-    settings = {"--eval-seqlen": config.get("eval_seqlen"), "--eval-windows": windows}
+    if report.perplexity:
+        texts = [text["source"] for text in report.perplexity]
+        settings = {"--eval-seqlen": config.get("eval_seqlen"), "--eval-windows": config.get("eval_windows")}
+    else:
+        texts, settings = ["sample"], {"--eval-seqlen": 256, "--eval-windows": 8}  # a few seconds on a CPU
     flags = [f"--eval {shlex.quote(text)}" for text in texts] + [f"{key} {n}" for key, n in settings.items() if n]
     page = f"fwanda report {folder} --html {shlex.quote(str(Path(output)) + '.html')}"
     return [

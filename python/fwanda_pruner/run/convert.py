@@ -59,6 +59,8 @@ def unpack_folder(source: str | Path, output: str | Path, *, overwrite: bool = F
 
 def _check_folder(source: str | Path) -> None:
     if not Path(source, "config.json").is_file():
+        if Path(source).is_file():
+            raise UserError(f"model {str(source)!r} is a file; expected the folder of a model")
         problem = "the folder has no config.json" if Path(source).is_dir() else "no such folder"
         raise UserError(f"model {str(source)!r}: {problem}; check the path, or download the model first")
 

@@ -17,7 +17,7 @@ from ..engine.engine import Engine
 from ..errors import UserError
 from ..evaluate.perplexity import check_tokens, choose_bos
 from ..model.targets import check_length
-from ..notes import recording, showing, warn
+from ..notes import muted, recording, showing, warn
 from ..source_shares import OWN_TEXT, counts_of, interleaved, named_as
 from ..text.domains import REPORTED, Domain, choice_windows, split_windows
 from ..text.sources import naming
@@ -96,6 +96,7 @@ def read_texts(
         if mix is None and _is_domain(config):
             mix = reader.mix_if_readable()
         found = reader.domains(mix)
+        _warn_of_read(config, found)
     tokens, labels = (mix.tokens, mix.labels) if calibration else (None, None)
     return Texts(tokens, labels, windows, tuple(found), reader.bos)
 
@@ -107,6 +108,17 @@ def _warn_of_flattery(config: PruneConfig, sources: Sources) -> None:
     for name in named_as(names, config.sources):
         if name in calibrated and os.path.isfile(name):
             warn(f"{name} is both --calibration and --eval, which flatters the perplexity; evaluate on another text")
+
+
+def _warn_of_read(config: PruneConfig, domains: Sequence[Domain]) -> None:
+    """Warns of domains whose windows the calibration reads; for token ids, which have no others, only for a choice."""
+    read = [domain.source for domain in domains if not domain.unread and (config.responds or domain.source != TOKENS)]
+    uses = ["the allocation is chosen"] * config.responds + ["the losses are measured"] * (not config.no_check)
+    if read:
+        warn(
+            f"calibration reads all windows of {', '.join(read)}, so {' and '.join(uses)} on the last of them, which "
+            f"flatters the result; to leave windows for that, use a smaller --nsamples or a longer text"
+        )
 
 
 def _is_domain(config: PruneConfig) -> bool:
@@ -232,10 +244,13 @@ class _Reader:
 
     def _source(self, name: str, count: int, bos: bool) -> tuple[Tensor, Tensor]:
         """[count, L] windows of one source for the calibration, and [S', L] further ones that it does not read."""
+        config = self.config
         if name == OWN_TEXT:
             own = with_bos(self.own, self.tokenizer) if bos else self.own
             return own[:count], own[count : count + self.further]
-        with naming("--calibration"):
+        # windows of the default text overlap by default, which nobody asked for
+        by_default = (config.calibration, config.nsamples) == (PruneConfig.calibration, PruneConfig.nsamples)
+        with naming("--calibration"), muted() if by_default else nullcontext():
             return draw_windows(name, self.tokenizer, **self._settings(count), further=self.further, bos=bos)
 
     def _settings(self, count: int) -> dict:

@@ -259,12 +259,6 @@ def choice(
     if not config.responds:
         return None
     noted = len(stage.notes)
-    read = [domain.source for domain in texts.domains if not domain.unread]
-    if read:
-        warn(
-            f"calibration reads all windows of {', '.join(read)}, so the allocation is chosen on the last of them; to "
-            f"choose on other text, use a smaller --nsamples or a longer text"
-        )
     rounds = stage.steps(StageName.CHOOSE, codecs.round_codec(engine.device))
     chosen = stage(
         StageName.CHOOSE,

@@ -59,7 +59,7 @@ class RunState:
         self.output = output = Path(output).resolve()
         self.folder = output.with_name(f".{output.name}.resume")
         paths = _own_files(self.folder)
-        with user_errors(self.folder):
+        with user_errors(output):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  stays open until the process ends
             try:

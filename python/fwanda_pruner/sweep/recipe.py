@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import PruneConfig
-from ..errors import UserError, one_line, refuse_pipe
+from ..errors import UserError, did_you_mean, one_line, refuse_pipe
 from ..yaml_file import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -90,8 +90,9 @@ def _read(path: Path, name: str | Path) -> dict:
     try:
         values = read_yaml(path)
     except (OSError, ValueError, RecursionError) as error:
-        line, known = one_line(error, 200), ", ".join(recipe_names())
-        raise UserError(f"cannot read the recipe {name}: {line}; recipes of the package: {known}") from error
+        reason, known = getattr(error, "strerror", None) or one_line(error, 200), recipe_names()
+        hint = did_you_mean(str(name), known) or f"; recipes of the package: {', '.join(known)}"
+        raise UserError(f"cannot read the recipe {name}: {reason}{hint}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must be a mapping with the keys {', '.join(_KEYS)}, got {type(values).__name__}")
     if unknown := [key for key in values if key not in _KEYS]:

@@ -45,6 +45,18 @@ def choice_windows(domains: int) -> int:
     return max(_CHOICE_OF_EACH, -(-_CHOICE // domains))
 
 
+def calibration_part(windows: int) -> int:
+    """How many of the windows of a text to calibrate on, so that others are left for the report and the choice.
+
+    Args:
+        windows: of the text, at least 1.
+
+    Returns:
+        At least half of them.
+    """
+    return max(windows - REPORTED - choice_windows(1), (windows + 1) // 2)
+
+
 def split_windows(windows: Tensor, choice: int) -> tuple[Tensor, Tensor]:
     """Divides the windows [S, L] of a domain into `reported` and `choice`. A single window serves both.
 

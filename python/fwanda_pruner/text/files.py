@@ -163,8 +163,12 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _json(text: str, where: str) -> Any:
+    text = text.rstrip()
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if "\n" in text else ""  # else `where` says the line
+        raise UserError(f"{where}: not JSON: {error.msg}: {line}column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {one_line(error)}") from error
 

@@ -256,7 +256,9 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
     try:
         import datasets
     except ImportError:
-        missing = "" if path or os.path.isdir(source) else "no such file, and "
+        missing = "" if path else "no such file, and "
+        if missing and os.path.isdir(source):
+            missing = "a folder must hold the files of a data set (.parquet, .jsonl, .json, .csv or .txt); "
         raise UserError(
             f"{source}: {missing}loading a data set needs the datasets package: pip install datasets, or "
             f"{_WAY_OUT}{_like(source)}"
