@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ._memory import Use, expect_unnegated, resolved, tensors_of, use_of
+
 _AFTER = torch._C._after_ADInplaceOrView_keyset
 is_below = partial(torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.ADInplaceOrView)
 
@@ -22,8 +24,9 @@ def register(library: torch.library.Library, overload: torch._ops.OpOverload) ->
     """Give an op that was just declared its kernels for autograd."""
     schema = overload._schema
     name = _name(schema)
-    if any(_is_changed(argument) for argument in schema.arguments):
+    if _changed_arguments(schema):
         library.impl(name, _changing(overload), "ADInplaceOrView", with_keyset=True)
+        library.impl(name, _resolving(overload), "Negative")
     if schema.returns:
         library.impl(name, _without_derivative(name, overload), "Autograd")
 
@@ -48,15 +51,27 @@ def _changing(overload: torch._ops.OpOverload) -> Callable:
     return kernel
 
 
+def _resolving(overload: torch._ops.OpOverload) -> Callable:
+    """The kernel for calls with a negated view; torch's own fallback does not serve ops that change an argument."""
+    name, changed = _name(overload._schema), _changed_arguments(overload._schema)
+
+    def kernel(*args):
+        for i, argument in changed:
+            expect_unnegated(name, argument, tensors_of(args[i]))
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return overload(*[resolved(argument) for argument in args])
+
+    return kernel
+
+
 def counting_changes(schema: torch.FunctionSchema) -> Callable[[tuple], None]:
     """A function of an op's arguments: it bumps the versions of those that the op changes, or refuses the change."""
-    name = _name(schema)
-    changed = [(i, argument.name) for i, argument in enumerate(schema.arguments) if _is_changed(argument)]
+    name, changed = _name(schema), _changed_arguments(schema)
 
     def count_changes(args: tuple) -> None:
         tensors = []
         for i, argument in changed:
-            given = _tensors(args[i])
+            given = tensors_of(args[i])
             _refuse_change(name, argument, given)
             tensors += given
         if tensors:
@@ -69,8 +84,8 @@ def _name(schema: torch.FunctionSchema) -> str:
     return schema.name.rpartition("::")[2]
 
 
-def _is_changed(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+def _changed_arguments(schema: torch.FunctionSchema) -> list[tuple[int, str]]:
+    return [(i, argument.name) for i, argument in enumerate(schema.arguments) if use_of(argument) is Use.CHANGED]
 
 
 def _refuse_change(name: str, argument: str, tensors: list[Tensor]) -> None:
@@ -90,12 +105,12 @@ def _refuse_change(name: str, argument: str, tensors: list[Tensor]) -> None:
 
 def _without_derivative(name: str, overload: torch._ops.OpOverload) -> Callable:
     def kernel(*args):
-        given = [tensor for argument in args for tensor in _tensors(argument)]
+        given = [tensor for argument in args for tensor in tensors_of(argument)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             return _NoDerivative.apply(name, overload, *args)
         with torch._C._AutoDispatchBelowAutograd():
             result = overload(*args)
-        if any(tensor.is_floating_point() for tensor in _tensors(result)):  # a mask has no derivative to lose
+        if any(tensor.is_floating_point() for tensor in tensors_of(result)):  # a mask has no derivative to lose
             _refuse_tangent(name, given)
         return result
 
@@ -120,9 +135,3 @@ class _NoDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(f"{ctx.name} has no derivative; call it under torch.no_grad() or pass detached tensors")
-
-
-def _tensors(argument) -> list[Tensor]:
-    if isinstance(argument, Tensor):
-        return [argument]
-    return [t for t in argument if isinstance(t, Tensor)] if isinstance(argument, (list, tuple)) else []

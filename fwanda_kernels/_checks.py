@@ -8,7 +8,6 @@ line: op, argument, expected, got. Values on the device are another matter, as r
 from __future__ import annotations
 
 import contextlib
-import math
 import numbers
 import operator
 import re
@@ -210,55 +209,6 @@ def _shown(value: object) -> str:
     except ValueError:  # an integer of more than 4,300 digits
         text = "a very long number"
     return f"{text} ({type(value).__name__})"
-
-
-def expect_apart(op: str, name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise if two entries of the tensors, each [N] or [R, C], lie at the same place in memory.
-
-    An expanded matrix, or one that overlaps itself or another, has no exact counts.
-    """
-    for tensor in tensors:
-        if not tensor.is_contiguous() and _overlaps_itself(tensor):
-            raise ValueError(
-                f"{op}: the entries of {name} must not overlap in memory, got {describe_tensor(tensor)} with strides "
-                f"{list(tensor.stride())}; pass a contiguous copy"
-            )
-    storages = [tensor.untyped_storage().data_ptr() for tensor in tensors] if len(tensors) > 1 else []
-    if len(set(storages)) == len(storages):
-        return
-    seen: dict[int, list[Tensor]] = {}
-    for tensor, storage in zip(tensors, storages, strict=True):
-        same = seen.setdefault(storage, [])
-        if tensor.numel() and any(_overlap(tensor, other) for other in same):
-            raise ValueError(
-                f"{op}: {name} must not overlap each other in memory, got one {describe_tensor(tensor)} twice"
-            )
-        if tensor.numel():
-            same.append(tensor)
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    spans = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    if not tensor.numel() or not spans:
-        return False
-    if len(spans) == 1 or 0 in (spans[0][1], spans[1][1]):
-        return 0 in [stride for _, stride in spans]
-    (rows, stride_r), (cols, stride_c) = spans
-    common = math.gcd(stride_r, stride_c)  # the nearest two entries that meet are so many rows and columns apart
-    return stride_c // common < rows and stride_r // common < cols
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage may share an entry. Slices of the columns of one matrix do not."""
-    first, second = sorted((a, b), key=Tensor.storage_offset)
-    end = first.storage_offset() + sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True)) + 1
-    if second.storage_offset() >= end:
-        return False
-    if a.stride() != b.stride() or a.stride(-1) != 1 or a.dim() != 2:
-        return True
-    stride = a.stride(0)
-    gap = (second.storage_offset() - first.storage_offset()) % stride
-    return gap < first.shape[1] or gap + second.shape[1] > stride
 
 
 # values on the device

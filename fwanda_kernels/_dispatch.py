@@ -27,7 +27,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _autograd
-from ._checks import expect_apart
+from ._memory import checking_memory
 
 try:  # kernel-builder writes this module into its copies, so that several versions live in one process
     from ._ops import add_op_namespace_prefix
@@ -46,6 +46,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _count_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
+_autocast = torch._C._is_any_autocast_enabled
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _environment = os.environ.get("FWANDA_BACKEND") or None
@@ -152,21 +153,15 @@ def _overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _is_apart(argument: torch.Argument) -> bool:
-    """Whether the entries of an argument must not overlap in memory: it is changed, or counts are met in it."""
-    changed = argument.alias_info is not None and argument.alias_info.is_write
-    return changed or argument.name in ("weight", "weights")
-
-
 def _serve(name: str, device: str, schema: torch.FunctionSchema) -> Callable:
-    prepare = OPS[name].prepare
-    apart = [(i, a.name) for i, a in enumerate(schema.arguments) if _is_apart(a)]
+    prepare, check_memory = OPS[name].prepare, checking_memory(schema)
 
     def run(*args):
+        if _autocast():  # the products of a backend would be in another dtype
+            with torch._C._DisableAutocast():
+                return run(*args)
         candidates = _candidates(device)
-        for i, argument in apart:
-            if args[i] is not None:
-                expect_apart(name, argument, [args[i]] if isinstance(args[i], torch.Tensor) else args[i])
+        args = check_memory(args)
         if prepare is not None:
             args = (prepare(*args),)
         for backend in candidates:

@@ -18,6 +18,7 @@ from .ops.stats import accumulate_sq_sums_
 __all__ = ["LayerStatistics", "collect_hessians", "collect_statistics"]
 
 _OP = "collect_statistics"
+_WHY_NONE = "it is not hooked, was never called, or ran only in code that was compiled before start()"
 _SUMS = "_fwanda_sums"  # how the attribute of a hooked module that holds its sums begins
 
 
@@ -29,7 +30,8 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
     by activation checkpointing is ignored. The loss must be a SUM over tokens: with a mean, g2 depends on the batch.
 
     Compiled code (torch.compile) is measured too, if all modules first ran uncompiled inside the block: that run shows
-    which modules share an input. With compiled code, activation checkpointing cannot be told from a second pass.
+    which modules share an input. Code that was compiled before the block calls no hook and is not measured. With
+    compiled code, activation checkpointing cannot be told from a second pass.
 
     Args:
         modules: name -> linear module (an nn.Module with one input [..., C] and one output [..., R]). The input is the
@@ -41,7 +43,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         token_mask: [B, L] bool for the next forward pass, False = padding; None (default) counts every position.
         unseen: names of the modules that were never called; they have no entry.
 
-    `stats[name]` is a LayerStatistics with the sums so far.
+    `stats[name]` is a LayerStatistics with the sums so far; without any, it raises KeyError.
 
     Raises:
         ValueError: a value of `modules` is no nn.Module; in a forward pass, a module gets or returns no such tensor, or
@@ -72,7 +74,11 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
     def __getitem__(self, name: str) -> LayerStatistics:
         with self._lock:
             self._pending.flush()
-        return self._sums[name].total() if name in self._sums else self._initial[name]
+        if name in self._sums:
+            return self._sums[name].total()
+        if name in self._initial:
+            return self._initial[name]
+        raise KeyError(f"no statistics of {name!r}: {_WHY_NONE}")
 
     def of(self, module: nn.Module) -> LayerStatistics:
         """The statistics of a hooked module, whatever its name.
@@ -83,7 +89,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         for name, hooked in self._modules.items():
             if hooked is module and name in self:
                 return self[name]
-        raise KeyError(f"no statistics of this {type(module).__name__}: it is not hooked, or was never called")
+        raise KeyError(f"no statistics of this {type(module).__name__}: {_WHY_NONE}")
 
     def __iter__(self):
         yield from self._sums

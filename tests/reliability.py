@@ -112,6 +112,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A part of the model is compiled, and hooks do not run",
         "found at any depth and refused before anything runs",
     ),
+    "compiled before": (
+        "A closure was compiled before its statistics are collected, and nothing is measured",
+        "`unseen` names the modules; asking for their statistics is an error that says why there are none",
+    ),
     "tuple outputs": (
         "The model returns tuples (return_dict=False)",
         "masks and weights are those of the same model with named outputs",
@@ -388,8 +392,17 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "zero sizes": ("A matrix or batch has a dimension of size 0", "every op serves it, on every backend"),
     "overlap": (
-        "Weights overlap in memory (expanded, as_strided, twice in a list), and counts are off",
+        "Weights overlap in memory (expanded, as_strided, twice in a list), and counts are off; or a call changes the "
+        "memory that another argument of it reads",
         "refused in one line before anything is changed; any strides without overlap are served",
+    ),
+    "negated view": (
+        "A tensor holds the negatives of its values, as z.conj().imag does",
+        "it is read as its values; an op that would change it refuses it in one line",
+    ),
+    "autocast": (
+        "torch.autocast is on: ops round their sums, and packed layers fail",
+        "every op gives the same bits with and without it; a packed layer returns the dtype of a dense one",
     ),
     "repeatable": ("Two runs differ", "the bits are the same for every method and allocation"),
     "statistics file": (

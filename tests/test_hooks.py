@@ -288,3 +288,28 @@ def test_unseen_names_the_modules_that_were_never_called():
         assert stats.unseen == ["first", "second"]
         second(torch.ones(1, 4))
     assert stats.unseen == ["first"]
+
+
+@pytest.mark.fault("compiled before")
+@pytest.mark.parametrize("name", ["fc", "other"])
+def test_a_name_without_statistics_is_an_error_that_says_why(name):
+    layer = torch.nn.Linear(4, 4)
+    with fk.collect_statistics({"fc": layer}) as stats, pytest.raises(KeyError, match=f"no statistics of '{name}'"):
+        stats[name]
+    assert stats.get(name) is None and name not in stats
+
+
+@pytest.mark.fault("compiled before")
+def test_a_closure_that_was_compiled_before_is_not_measured_and_the_error_says_so():
+    layer, x = torch.nn.Linear(4, 4), torch.ones(3, 4)
+    torch._dynamo.reset()
+    closure = torch.compile(lambda x: layer(x) * 2, backend="eager")
+    closure(x)
+    with fk.collect_statistics({"fc": layer}) as stats:
+        closure(x)
+    if "fc" in stats:  # a torch that compiles anew when a hook is added
+        assert stats["fc"].n_tokens == 3
+    else:
+        assert stats.unseen == ["fc"]
+        with pytest.raises(KeyError, match="compiled before start"):
+            stats["fc"]

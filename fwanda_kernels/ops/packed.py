@@ -73,7 +73,7 @@ def pack_weight(weight: Tensor, mask: Tensor | None = None) -> Tensor:
     N is about 0.135 + itemsize * density bytes a weight. Plain torch, in pieces of a few million weights.
     """
     op, (rows, cols) = "pack_weight", _shape_of("pack_weight", weight, mask)
-    weight, sizes = weight.detach(), _Sizes(rows, cols)
+    weight, sizes = weight.detach().resolve_neg(), _Sizes(rows, cols)
     kept, order = _kept_and_order(weight, mask, sizes)
     parts, lengths = [], [torch.zeros(1, dtype=torch.int64, device=weight.device)]
     for tile_rows in order.split(sizes.rows_at_once):
@@ -90,7 +90,7 @@ def pack_weight(weight: Tensor, mask: Tensor | None = None) -> Tensor:
 def packed_size(weight: Tensor, mask: Tensor | None = None) -> int:
     """Bytes that pack_weight() returns for a weight, without packing it; arguments and errors as there."""
     sizes = _Sizes(*_shape_of("packed_size", weight, mask))
-    kept, order = _kept_and_order(weight.detach(), mask, sizes)
+    kept, order = _kept_and_order(weight.detach().resolve_neg(), mask, sizes)
     total = sizes.data_at
     for tile_rows in order.split(sizes.rows_at_once):
         rows = kept.new_zeros(len(tile_rows), sizes.chunks_of_tile * CHUNK_COLUMNS)
@@ -223,7 +223,7 @@ def packed_linear(
             longer than a small product, and on a GPU waits for the device. Only its size is compared.
 
     Returns:
-        [..., R] in the dtype of `x`.
+        [..., R] in the dtype of `x`, under torch.autocast too.
 
     Raises:
         ValueError: a shape, dtype or device does not fit.

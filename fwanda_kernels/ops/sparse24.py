@@ -51,7 +51,7 @@ def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, *, bad: Tensor | None
     Raises:
         ValueError: a shape, dtype, device or the pattern does not fit; without `bad`, a value does not.
 
-    Tie rule: in a group the lowest column is removed first. Moves 3 B per bf16 weight.
+    Tie rule: that of row_topk_mask(), in each group. Moves 3 B per bf16 weight.
     """
     n, m = _check_pattern("nm_mask", weight, scale, n, m, bad)
     return _nm_mask(weight, scale, n, m, bad)

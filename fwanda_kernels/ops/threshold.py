@@ -87,7 +87,8 @@ def select_threshold(
     Raises:
         ValueError: a shape, dtype, device or total does not fit; without `bad`, a value does not.
 
-    Tie rule: among equal scores the lowest (matrix, row, column) is removed first. The reference reads the weights
+    Tie rule: among equal scores the lowest (matrix, row, column) is removed first; products too large or too small for
+    fp32 score inf or 0, and so tie. The reference reads the weights
     three times and holds no score tensor larger than one matrix.
     """
     op = "select_threshold"

@@ -28,7 +28,8 @@ class PackedLinear(nn.Module):
         conv1d: whether it replaces GPT-2's Conv1D, whose dense weight is transposed.
 
     Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. `.to(dtype)`
-    packs the values again.
+    packs the values again. Under torch.autocast it multiplies in the dtype of the packed values, and rounds the result
+    to the dtype of autocast, which a dense layer returns too.
     """
 
     def __init__(self, packed: Tensor, header: PackedHeader, bias: nn.Parameter | None, *, conv1d: bool = False):
@@ -40,7 +41,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., R]."""
-        return packed_linear(x, self.weight, self.bias, header=self.header)
+        device = x.device.type
+        if x.is_meta or not torch.is_autocast_enabled(device):
+            return packed_linear(x, self.weight, self.bias, header=self.header)
+        y = packed_linear(x.to(self.header.dtype), self.weight, self.bias, header=self.header)
+        return y.to(torch.get_autocast_dtype(device))
 
     def dense_weight(self) -> Tensor:
         """[R, C] in the dtype of the values."""
