@@ -39,6 +39,7 @@ def speed(card: Card) -> Path:
         axes.barh(places, [shares.get(name, 0) for shares in [*cases.values()][::-1]], height, label=name)
     axes.axvline(100, color="black", linewidth=1, label="copy of the same bytes")
     axes.set_yticks(range(len(cases)), [*cases][::-1], fontsize=7)
+    axes.margins(y=0.01)
     axes.set_xlabel("% of the speed of a copy (higher is better)")
     axes.set_title("{card}, torch {torch}, {date}".format_map(result), fontsize=9)
     axes.legend(loc="lower right", fontsize=8)

@@ -44,15 +44,19 @@ class Card:
 
 def cards(folder: Path, *, hosts: bool) -> dict[str, Card]:
     """Name -> Card, with the rows of the hosts or with those of the ops."""
-    found: dict[str, Card] = {}
-    for path, result in read_all("ops", folder).items():
-        rows = {
-            (row["op"], row["case"], row["backend"]): row for row in result["rows"] if (row["op"] in HOSTS) == hosts
-        }
+    results = read_all("ops", folder)
+    newest: dict[str, dict[tuple[str, str, str], tuple[Path, dict]]] = {}
+    for path, result in results.items():
+        of_card = newest.setdefault(result["card"], {})
+        for row in result["rows"]:
+            if (row["op"] in HOSTS) == hosts:
+                of_card[row["op"], row["case"], row["backend"]] = path, row
+    found = {}
+    for name, of_card in newest.items():
+        used = {path for path, _ in of_card.values()}
+        rows = {key: row for key, (_, row) in of_card.items()}
         if rows:
-            card = found.setdefault(result["card"], Card({}, {}))
-            card.results[path] = result
-            card.rows |= rows
+            found[name] = Card({path: result for path, result in results.items() if path in used}, rows)
     return dict(sorted(found.items(), key=lambda item: -len(item[1].rows)))
 
 
