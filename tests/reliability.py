@@ -227,6 +227,17 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "zeros stay zeros and count as removed first, for every method; where they make more zeros than were asked "
         "for, the report says so",
     ),
+    "other model": (
+        "The model has changed (a norm, one weight, a value of its config) between `fwanda calibrate` and "
+        "`fwanda prune --statistics`, before `--resume`, or between two runs of a sweep",
+        "a hash of all weights and of the settings that change outputs tells it: statistics and a resumed run are "
+        "refused in one line, and a sweep runs its cells anew",
+    ),
+    "file of the user": (
+        "`--output` or `--html` names a folder or a file in which the user's own files lie, or `--overwrite` a folder "
+        "with the file of `--config`",
+        "refused in one line before the model is loaded; no file is replaced that fwanda has not written",
+    ),
     "unused statistics": (
         "Given statistics change the order of the run, or are not used",
         "they replace only what is not measured again; where nothing reads them, one line before the model is loaded",
