@@ -345,6 +345,19 @@ def test_output_never_replaces_what_the_run_reads(folder, tmp_path, capsys):
     assert (tmp_path / "par" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.fault("file of the user")
+@pytest.mark.parametrize("flag", ["--config", "--calibration", "--guard", "--eval", "--statistics"])
+def test_output_never_deletes_a_file_that_the_run_reads(folder, tmp_path, capsys, flag):
+    out = tmp_path / "out"
+    out.mkdir()
+    file = out / {"--config": "c.yaml", "--statistics": "s.safetensors"}.get(flag, "text.txt")
+    file.write_text("sparsity: 0.6")
+    method = "fwanda" if flag == "--statistics" else "wanda"
+    assert main(arguments(folder, out, "--overwrite", flag, str(file), method=method)) == 2
+    check_one_line(capsys, f"output {out} is or contains {file}, which this run reads")
+    assert file.read_text() == "sparsity: 0.6"
+
+
 def test_calibrate_never_replaces_another_kind_of_file(folder, tmp_path, capsys):
     shutil.copytree(folder / "model", tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"

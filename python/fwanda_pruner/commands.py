@@ -132,6 +132,7 @@ def prune(args: argparse.Namespace) -> Result:
     if not args.dry_run:
         inputs = (
             args.model,
+            args.config,
             args.statistics,
             *(source.name for source in config.sources),
             *config.guards,
@@ -430,10 +431,11 @@ def sweep(args: argparse.Namespace) -> Result:
     """Runs a recipe, and writes its tables and pictures."""
     from .sweep.figures import check_installed, draw
     from .sweep.recipe import Recipe
-    from .sweep.run import TaskSettings, run
+    from .sweep.run import TaskSettings, check_folder, run
     from .sweep.tables import lines_of, markdown, write_tables
 
     check_installed()
+    _on_first(lambda: check_folder(args.output))
     recipe = Recipe.load(args.recipe, _given(args))
     for config in recipe.cells:
         _check_texts(args.model, calibration=config.calibration, guards=config.guards, eval=config.eval)
