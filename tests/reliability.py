@@ -92,6 +92,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "11 Only hard-coded model classes work",
         "counts are exact for 11 dense families, 8 with experts and 3 multimodal ones, besides Llama",
     ),
+    "odd config": (
+        "config.json or tokenizer_config.json holds a value of another type, or an attention that the device lacks",
+        "one line that names the value, before text is read",
+    ),
     "quantised": (
         "12 Quantised layers are pruned into nonsense",
         "they are refused by name before weights are read",
@@ -222,6 +226,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "a warning names the worst text, how much worse it is and what to try: from four times the dense perplexity "
         "on, or near guessing; by the domains where there is no evaluation text, and for each cell of a sweep",
     ),
+    "wrapped before saving": (
+        "A module is wrapped, compiled or parametrised between `prune` and `save_pruned`: what is saved would not load",
+        "refused in one line that names the module and the tensor, before anything is written",
+    ),
     "existing zeros": (
         "Pruning a model that is already sparse gives removed weights back, or removes more than was asked",
         "zeros stay zeros and count as removed first, for every method; where they make more zeros than were asked "
@@ -293,6 +301,11 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "Text, weights, output folder or state vanish during the run",
         "one line",
     ),
+    "written weights": (
+        "Another program writes into the weight files while a run reads them",
+        "one line that names the file, and no output; a file that is replaced by another does no harm. One that is cut "
+        "short in place ends the process by SIGBUS",
+    ),
     "changed state": (
         "A file of the resume state was changed or is broken",
         "one line; no changed value, shape, dtype or fact is ever used",
@@ -328,7 +341,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "they mean what they say, exactly, and become plain values; others are refused in one line",
     ),
     "unused setting": (
-        "A setting is ignored in silence: nsamples beside token ids, a start token that nothing uses",
+        "A setting is ignored in silence: nsamples beside token ids, a start token that nothing uses, the device or "
+        "the dtype of a model that is loaded already",
         "a warning names the setting and what is used in its place",
     ),
     "null row": (
