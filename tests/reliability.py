@@ -285,7 +285,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "Ctrl-C": (
         "Ctrl-C",
-        "one line with a hint, exit code 130, no half output; `--resume` gives the same bits",
+        "one line with a hint, exit code 130, no half output; `--resume` gives the same bits; more signals within two "
+        "seconds change nothing",
     ),
     "closed terminal": (
         "The terminal is closed during a run (SIGHUP)",
