@@ -85,9 +85,11 @@ def _weighted_sums(flat: Tensor) -> Iterator[Tensor]:
     weights = _weights_of_positions(flat.device)
     for values in flat.split(_PIECE * (1 if flat.device.type == "cpu" else _PIECES_AT_ONCE)):
         bits = _bits(values)
-        if rest := -len(bits) % _PIECE:
-            bits = nn.functional.pad(bits, (0, rest))
-        yield (bits.view(-1, _PIECE) * weights).sum(1)
+        whole = len(bits) // _PIECE * _PIECE
+        if whole:
+            yield (bits[:whole].view(-1, _PIECE) * weights).sum(1)
+        if rest := len(bits) - whole:
+            yield (bits[whole:] * weights[:rest]).sum(0, keepdim=True)
 
 
 def _bits(values: Tensor) -> Tensor:
