@@ -92,6 +92,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "11 Only hard-coded model classes work",
         "counts are exact for 11 dense families, 8 with experts and 3 multimodal ones, besides Llama",
     ),
+    "odd config": (
+        "config.json or tokenizer_config.json holds a value of another type, or an attention that the device lacks",
+        "one line that names the value, before text is read",
+    ),
     "quantised": (
         "12 Quantised layers are pruned into nonsense",
         "they are refused by name before weights are read",
@@ -222,10 +226,25 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "a warning names the worst text, how much worse it is and what to try: from four times the dense perplexity "
         "on, or near guessing; by the domains where there is no evaluation text, and for each cell of a sweep",
     ),
+    "wrapped before saving": (
+        "A module is wrapped, compiled or parametrised between `prune` and `save_pruned`: what is saved would not load",
+        "refused in one line that names the module and the tensor, before anything is written",
+    ),
     "existing zeros": (
         "Pruning a model that is already sparse gives removed weights back, or removes more than was asked",
         "zeros stay zeros and count as removed first, for every method; where they make more zeros than were asked "
         "for, the report says so",
+    ),
+    "other model": (
+        "The model has changed (a norm, one weight, a value of its config) between `fwanda calibrate` and "
+        "`fwanda prune --statistics`, before `--resume`, or between two runs of a sweep",
+        "a hash of all weights and of the settings that change outputs tells it: statistics and a resumed run are "
+        "refused in one line, and a sweep runs its cells anew",
+    ),
+    "file of the user": (
+        "`--output` or `--html` names a folder or a file in which the user's own files lie, or `--overwrite` a folder "
+        "with the file of `--config`",
+        "refused in one line before the model is loaded; no file is replaced that fwanda has not written",
     ),
     "unused statistics": (
         "Given statistics change the order of the run, or are not used",
@@ -266,7 +285,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "Ctrl-C": (
         "Ctrl-C",
-        "one line with a hint, exit code 130, no half output; `--resume` gives the same bits",
+        "one line with a hint, exit code 130, no half output; `--resume` gives the same bits; more signals within two "
+        "seconds change nothing",
     ),
     "closed terminal": (
         "The terminal is closed during a run (SIGHUP)",
@@ -281,6 +301,11 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     "vanishing file": (
         "Text, weights, output folder or state vanish during the run",
         "one line",
+    ),
+    "written weights": (
+        "Another program writes into the weight files while a run reads them",
+        "one line that names the file, and no output; a file that is replaced by another does no harm. One that is cut "
+        "short in place ends the process by SIGBUS",
     ),
     "changed state": (
         "A file of the resume state was changed or is broken",
@@ -317,7 +342,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "they mean what they say, exactly, and become plain values; others are refused in one line",
     ),
     "unused setting": (
-        "A setting is ignored in silence: nsamples beside token ids, a start token that nothing uses",
+        "A setting is ignored in silence: nsamples beside token ids, a start token that nothing uses, the device or "
+        "the dtype of a model that is loaded already",
         "a warning names the setting and what is used in its place",
     ),
     "null row": (

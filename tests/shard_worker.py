@@ -120,11 +120,11 @@ def other_calls() -> dict[str, bool]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             evaluated = fwanda_pruner.evaluate_model(model, eval=TEXT[:5], progress=False)
-            collected = fwanda_pruner.collect(model, calibration=TEXT, progress=False).fingerprint()
+            collected = fwanda_pruner.collect(model, calibration=TEXT, progress=False)
         masks = list(fwanda_pruner.masks(model, pruned(model, {"method": "wanda", "engine": engine})))
         found[engine] = {
             "evaluate_model": evaluated,
-            "collect": collected,
+            "collect": [collected.fingerprint(), collected.weights],
             "masks": [[name for name, _ in masks], rank_worker.hashed(mask for _, mask in masks)],
         }
     return {name: found["sharded"][name] == value for name, value in found["resident"].items()}

@@ -1,6 +1,5 @@
 """Facts about all weights, read block by block, equal those of the whole model; what is written to a block stays."""
 
-import hashlib
 from functools import partial
 
 import pytest
@@ -69,12 +68,80 @@ def test_both_zeros_count():
     assert count_zeros([]) == []
 
 
-def test_the_fingerprint_is_that_of_a_sample_of_each_weight(model):
-    digest = hashlib.sha256()
-    for target in find_targets(model)[0]:
-        rows, cols = target.shape
-        digest.update(target.weight[:: max(1, rows // 8), :: max(1, cols // 8)].float().contiguous().numpy().tobytes())
-    assert fingerprint(engine_of(model)) == digest.hexdigest()
+def other_tensors(model):
+    """The name of one parameter or stored buffer after the other, while its first, last or middle entry is another."""
+    for number, (name, tensor) in enumerate(model.state_dict().items()):
+        place = (0, tensor.numel() - 1, tensor.numel() // 2)[number % 3]
+        entry = tensor.view(-1)[place : place + 1]
+        before = entry.clone()
+        entry.copy_(before + 1)
+        yield name
+        entry.copy_(before)
+
+
+@pytest.mark.fault("other model")
+def test_the_fingerprint_changes_with_each_parameter_and_stored_buffer(model):
+    model.model_extra = torch.nn.Module()
+    model.model_extra.register_buffer("steps", torch.arange(5))
+    model.model_extra.register_buffer("scratch", torch.zeros(3), persistent=False)
+    engine = engine_of(model)
+    one = fingerprint(engine)
+    found = {name: fingerprint(engine) for name in other_tensors(model)}
+    assert len(found) > 10 and "model_extra.steps" in found
+    assert [name for name, other in found.items() if other == one] == []
+    model.model_extra.scratch += 1
+    assert fingerprint(engine) == one
+
+
+@pytest.mark.fault("other model")
+@pytest.mark.parametrize("size", [1, 65_535, 65_536, 65_537, 200_000])
+def test_the_fingerprint_changes_with_any_entry_of_a_tensor(size):
+    model = tiny.llama()
+    values = torch.zeros(size)
+    model.register_parameter("more", torch.nn.Parameter(values))
+    engine, found = engine_of(model), set()
+    for place in {0, size // 2, size - 1}:
+        for value in (0.0, 1e-45, 1.0, torch.finfo(torch.float32).max):  # the bits 0, 1, and more
+            values[place] = value
+            found.add(fingerprint(engine))
+        values[place] = 0
+    assert len(found) == 1 + 3 * len({0, size // 2, size - 1})
+
+
+@pytest.mark.fault("other model")
+def test_the_fingerprint_changes_where_rows_or_equal_matrices_trade_places():
+    model = tiny.llama()
+    engine, mlp = engine_of(model), model.model.layers[0].mlp
+    found = [fingerprint(engine)]
+    mlp.gate_proj.weight.data = mlp.gate_proj.weight.data.flip(0)
+    found.append(fingerprint(engine))
+    mlp.gate_proj.weight.data, mlp.up_proj.weight.data = mlp.up_proj.weight.data, mlp.gate_proj.weight.data
+    found.append(fingerprint(engine))
+    assert len(set(found)) == 3
+
+
+@pytest.mark.fault("other model")
+def test_the_fingerprint_changes_with_settings_that_change_outputs_and_with_no_others():
+    model = tiny.llama()
+    one = fingerprint(engine_of(model))
+    changes = {"hidden_act": "gelu", "rms_norm_eps": 1e-3, "num_key_value_heads": 4}
+    rope = "rope_parameters" if hasattr(model.config, "rope_parameters") else "rope_theta"
+    changes[rope] = {"rope_theta": 5e5, "rope_type": "default"} if rope == "rope_parameters" else 5e5
+    for name, value in changes.items():
+        before = getattr(model.config, name)
+        setattr(model.config, name, value)
+        assert fingerprint(engine_of(model)) != one, name
+        setattr(model.config, name, before)
+    model.config.name_or_path, model.config.use_cache = "elsewhere", False
+    assert fingerprint(engine_of(model)) == one
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "gpt2", "mixtral", "llava"])
+def test_the_fingerprint_of_a_saved_model_is_that_of_the_model(tmp_path, kind):
+    model = MODELS[kind]()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert fingerprint(engine_of(loaded)) == fingerprint(engine_of(model))
 
 
 def test_the_fingerprint_tells_models_apart_and_not_their_dtypes():

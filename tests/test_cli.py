@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from fwanda_pruner import prune
 from fwanda_pruner.cli import main
 from fwanda_pruner.config import GROUPS, PruneConfig, settings_of
+from fwanda_pruner.text import windows
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -343,6 +344,50 @@ def test_output_never_replaces_what_the_run_reads(folder, tmp_path, capsys):
         assert main(command) == 2
         check_one_line(capsys, "which this run reads")
     assert (tmp_path / "par" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.fault("written weights")
+@pytest.mark.parametrize("command", ["prune", "calibrate", "eval"])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_weights_that_change_during_the_run_leave_no_output(folder, tmp_path, capsys, monkeypatch, command, replaced):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    weights, text, read = tmp_path / "model" / "model.safetensors", str(folder / "eval.txt"), windows.load_documents
+
+    def writing(*args, **options):
+        if replaced:
+            shutil.copy(weights, tmp_path / "new")
+            (tmp_path / "new").replace(weights)
+        else:
+            with open(weights, "r+b") as file:
+                file.write(file.read(1))
+        return read(*args, **options)
+
+    monkeypatch.setattr(windows, "load_documents", writing)
+    out = str(tmp_path / ("out.safetensors" if command == "calibrate" else "out"))
+    shape = ["--nsamples", "16", "--seqlen", "24"]
+    flags = {
+        "prune": ["--method", "wanda", "--guard", "none", "--calibration", text, *shape, "--output", out],
+        "calibrate": ["--calibration", text, *shape, "--output", out],
+        "eval": ["--eval", text, "--eval-seqlen", "24"],
+    }
+    code = main([command, str(tmp_path / "model"), "--device", "cpu", *flags[command]])
+    assert code == (0 if replaced else 2)
+    if not replaced:
+        assert f"{weights} was changed while it was read" in capsys.readouterr().err.splitlines()[-1]
+        assert not Path(out).exists()
+
+
+@pytest.mark.fault("file of the user")
+@pytest.mark.parametrize("flag", ["--config", "--calibration", "--guard", "--eval", "--statistics"])
+def test_output_never_deletes_a_file_that_the_run_reads(folder, tmp_path, capsys, flag):
+    out = tmp_path / "out"
+    out.mkdir()
+    file = out / {"--config": "c.yaml", "--statistics": "s.safetensors"}.get(flag, "text.txt")
+    file.write_text("sparsity: 0.6")
+    method = "fwanda" if flag == "--statistics" else "wanda"
+    assert main(arguments(folder, out, "--overwrite", flag, str(file), method=method)) == 2
+    check_one_line(capsys, f"output {out} is or contains {file}, which this run reads")
+    assert file.read_text() == "sparsity: 0.6"
 
 
 def test_calibrate_never_replaces_another_kind_of_file(folder, tmp_path, capsys):

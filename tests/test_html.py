@@ -275,12 +275,23 @@ def test_no_report_is_refused(tmp_path):
 
 def test_a_page_that_fails_leaves_the_old_one(tmp_path):
     path = tmp_path / "page.html"
-    path.write_text("old")
+    write_html({"old": record()}, path)
+    old = path.read_text()
     with pytest.raises(AttributeError):
         write_html({"a": object()}, path)
-    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
-    write_html({"a": record()}, path)
-    assert path.read_text().startswith("<!DOCTYPE html>")
+    assert path.read_text() == old and len(list(tmp_path.iterdir())) == 1
+    write_html({"new": record(), "other": record()}, path)
+    assert path.read_text() != old
+
+
+@pytest.mark.fault("file of the user")
+@pytest.mark.parametrize("content", [b"", b"<!DOCTYPE html><title>mine</title>", b"\xff\xfe"])
+def test_a_file_of_the_user_is_never_replaced(tmp_path, content):
+    path = tmp_path / "page.html"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="page.html exists and was not written by fwanda report; choose another name"):
+        write_html({"a": record()}, path)
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(

@@ -386,3 +386,44 @@ def test_an_attention_whose_package_is_missing_is_one_line(folder):
     with pytest.raises(UserError, match="FlashAttention2 .*; install that package, or take what needs it") as error:
         load_model(str(folder), device="cpu")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("odd config")
+@pytest.mark.parametrize("value", [[None], [1], "LlamaForCausalLM", 5, [["a"]]])
+def test_architectures_that_are_no_names_are_one_line(folder, value):
+    edit_config(folder, architectures=value)
+    line = refusal(folder)
+    assert "architectures in config.json must be a list of class names, got " in line and repr(value) in line
+
+
+@pytest.mark.fault("odd config")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_max_length": "a"},
+        {"model_max_length": [1]},
+        {"unk_token": 5},
+        {"padding_side": 5},
+        {"tokenizer_class": 5},
+    ],
+    ids=lambda change: "".join(change),
+)
+def test_a_tokenizer_config_with_odd_values_is_one_line(folder, change):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    line = refusal(folder)
+    assert line.startswith(f"the tokenizer of model {str(folder)!r}")
+    assert "model_max_length" not in change or "model_max_length in tokenizer_config.json must be a number, got" in line
+
+
+@pytest.mark.fault("written weights")
+def test_weights_that_are_written_while_they_are_read_are_refused(folder, monkeypatch):
+    read = transformers.AutoTokenizer.from_pretrained
+
+    def writing(*args, **options):
+        with open(folder / "model.safetensors", "r+b") as file:
+            file.write(file.read(1))
+        return read(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", writing)
+    assert refusal(folder).startswith(f"{folder}/model.safetensors was changed while it was read; wait until it is")

@@ -148,16 +148,29 @@ def warnings_of(**settings) -> list[str]:
                 "--eval-windows 2 has no effect: the token ids are of --eval-windows 3",
             ],
         ),
+        ({"device": "cpu", "dtype": "float32"}, []),
+        ({"device": "cuda"}, ["--device cuda has no effect: the model is on cpu; move it by model.to()"]),
+        (
+            {"config": PruneConfig(method="wanda", guard="none", dtype="bfloat16")},
+            ["--dtype bfloat16 has no effect: the weights are float32; convert them by model.to()"],
+        ),
         ({"start_token": 5}, ["--start-token has no effect without --calibration self or --guard self"]),
     ],
-    ids=range(8),
+    ids=range(11),
 )
-def test_settings_that_token_ids_replace_are_named(settings, expected):
+def test_settings_without_effect_are_named(settings, expected):
     if "config" not in settings:
         assert warnings_of(**settings) == expected
         return
     report = fwanda_pruner.prune(tiny.llama(), calibration=tiny.tokens(20, LENGTH), progress=False, **settings)
     assert [line for line in report.warnings if "no effect" in line] == expected
+
+
+@pytest.mark.fault("unused setting")
+@pytest.mark.parametrize("device", ["banana", "mps:x", "", "meta"])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(UserError, match="device must be auto, cpu, cuda or cuda:N, got "):
+        prune(device=device)
 
 
 @pytest.mark.fault("unused setting")

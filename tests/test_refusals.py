@@ -51,6 +51,43 @@ def test_statistics_of_another_model_of_the_same_shape_are_refused():
         fwanda_pruner.prune(tiny.llama(seed=1), statistics=statistics, method="wanda", progress=False)
 
 
+@pytest.mark.fault("other model")
+@pytest.mark.parametrize("part", ["embedding", "norm", "head", "one weight", "rms_norm_eps", "rope"])
+def test_statistics_of_a_model_that_differs_in_one_part_are_refused(part):
+    def make():
+        return tiny.llama(tie_word_embeddings=False)
+
+    statistics = fwanda_pruner.collect(make(), calibration=TOKENS, progress=False)
+    model = make()
+    if part == "rms_norm_eps":
+        model.config.rms_norm_eps = 1e-2
+    elif part == "rope":
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 123.0}
+    else:
+        modules = {"embedding": model.model.embed_tokens, "norm": model.model.layers[1].input_layernorm}
+        modules |= {"head": model.lm_head, "one weight": model.model.layers[0].mlp.up_proj}
+        modules[part].weight.data.view(-1)[3] += 1e-3
+    with pytest.raises(UserError, match="are of another model"):
+        fwanda_pruner.prune(model, statistics=statistics, method="wanda", progress=False)
+
+
+@pytest.mark.fault("odd config")
+def test_an_attention_without_a_backward_pass_is_refused_before_any_pass():
+    model = tiny.llama(attn_implementation="flex_attention")
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    line = "flex_attention has no backward pass on a CPU, which .* needs; use a GPU, or take attn_implementation out"
+    for settings in ({"method": "fwanda"}, {"method": "fwanda", "allocation": "response"}, {"method": "fsparsegpt"}):
+        with pytest.raises(UserError, match=line):
+            prune(model, guard="none", **settings)
+    with pytest.raises(UserError, match=line):
+        fwanda_pruner.collect(model, calibration=TOKENS, progress=False)
+
+
+def test_an_attention_without_a_backward_pass_serves_methods_that_need_none():
+    model = tiny.llama(attn_implementation="flex_attention")
+    assert prune(model, method="wanda", guard="none").sparsity["matrices"] == 0.5
+
+
 def test_blocks_whose_arguments_depend_on_the_tokens_are_refused():
     model = tiny.llama()
 

@@ -423,6 +423,28 @@ def test_a_real_ctrl_c_is_one_line_with_a_hint_and_resume_finishes(folder, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+# The same, and again and again for a second, as of a key that is held down, from a thread of its own.
+INTERRUPTED_OFTEN = INTERRUPTED.replace("import os,", "import threading, time, os,").replace(
+    "os.kill(os.getpid(), signal.SIGINT)", "threading.Thread(target=burst, daemon=True).start()"
+).replace(
+    "sys.addaudithook",
+    "def burst():\n"
+    "    for n in range(200):\n"
+    "        os.kill(os.getpid(), signal.SIGINT if n % 2 else signal.SIGTERM)\n"
+    "        time.sleep(0.005)\n\n"
+    "sys.addaudithook",
+)  # fmt: skip
+
+
+@pytest.mark.fault("Ctrl-C")
+def test_a_burst_of_signals_is_one_line(folder, tmp_path):
+    argv = [sys.executable, "-c", INTERRUPTED_OFTEN, *command(folder, tmp_path / "out", nsamples=200)]
+    run = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=120)
+    assert run.returncode == 130 and "Traceback" not in run.stderr and "Exception ignored" not in run.stderr, run.stderr
+    assert run.stderr.count("interrupted") == 1 and "continue with the same command and --resume" in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".out.resume"]
+
+
 def changed_state(path: Path, change: str) -> None:
     """Replace a stage by another valid file."""
     with safe_open(path, framework="pt") as file:

@@ -14,6 +14,9 @@ import tiny
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.prune import identity
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,7 +28,8 @@ from transformers import (
 from fwanda_pruner import MatrixRow, Report, UserError, save_pruned
 from fwanda_pruner.formats import dense
 from fwanda_pruner.formats.audit import ZeroCount
-from fwanda_pruner.formats.files import atomic_file, check_output, remove_leftovers
+from fwanda_pruner.formats.files import atomic_file, atomic_folder, check_output, remove_leftovers
+from fwanda_pruner.model.names import check_names
 
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj")
 
@@ -401,3 +405,74 @@ def test_atomic_file_keeps_the_old_file_on_any_failure(failure, tmp_path):
         raise error
     assert (tmp_path / "f").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+# Changed between prune() and save_pruned()
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args, **kwargs):
+        return self.inside(*args, **kwargs)
+
+
+def wrap(model, name):
+    model.set_submodule(name, Wrapper(model.get_submodule(name)))
+
+
+CHANGES = {
+    "compiled": lambda model: model.set_submodule("model.layers.0.mlp", torch.compile(model.model.layers[0].mlp)),
+    "compiled block": lambda model: model.set_submodule("model.layers.1", torch.compile(model.model.layers[1])),
+    "wrapped": lambda model: wrap(model, "model.layers.1.self_attn.q_proj"),
+    "wrapped norm": lambda model: wrap(model, "model.norm"),
+    "weight norm": lambda model: parametrizations.weight_norm(model.model.layers[0].mlp.up_proj),
+    "mask": lambda model: identity(model.model.layers[0].mlp.up_proj, "weight"),
+    "no parameter": lambda model: (
+        delattr(model.model.norm, "weight"), setattr(model.model.norm, "weight", torch.ones(32)),
+    ),
+    "lost block": lambda model: model.model.layers.pop(1),
+}  # fmt: skip
+
+
+@pytest.mark.fault("wrapped before saving")
+@pytest.mark.parametrize("save", ["dense", "packed", "masks"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_would_not_load_again_is_refused_before_anything_is_written(change, save, old):
+    model, report = pruned_model()
+    report.config["save"] = save
+    CHANGES[change](model)
+    before = old.parent.stat().st_mtime_ns
+    with pytest.raises(
+        UserError, match=r"does not hold model\.\S+, which the saved model needs to be loaded; undo"
+    ) as e:
+        save_pruned(model, None, report, old, overwrite=True)
+    assert "\n" not in str(e.value) and ".tmp" not in str(e.value) and old.parent.stat().st_mtime_ns == before
+    assert_untouched(old)
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.EXPERTS, *tiny.MULTIMODAL])
+def test_every_family_holds_the_tensors_that_its_class_names(family):
+    model = tiny.build(family)
+    check_names(model)
+    name, _ = next(iter(model.named_parameters()))
+    path, _, leaf = name.rpartition(".")
+    delattr(model.get_submodule(path), leaf)
+    with pytest.raises(UserError, match=f"does not hold {name}"):
+        check_names(model)
+
+
+def test_a_model_that_is_compiled_in_place_is_saved(old):
+    model, report = pruned_model()
+    model.model.layers[0].compile()
+    save_pruned(model, None, report, old, overwrite=True)
+    assert set(AutoModelForCausalLM.from_pretrained(old).state_dict()) == set(model.state_dict())
+
+
+@pytest.mark.fault("wrapped before saving")
+def test_an_error_names_the_output_and_not_the_hidden_folder(tmp_path):
+    with pytest.raises(UserError) as error, atomic_folder(tmp_path / "out") as folder:
+        raise UserError(f"{folder}/model.safetensors: cannot be read")
+    assert str(error.value) == f"{tmp_path}/out/model.safetensors: cannot be read"

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fwanda_pruner
 from fwanda_pruner.cli import main
 from fwanda_pruner.engine import memory
+from fwanda_pruner.engine.all_weights import fingerprint
 from fwanda_pruner.engine.block_inputs import kept_away
 from fwanda_pruner.engine.engine import make_engine
 from fwanda_pruner.engine.loop import PassSettings
@@ -90,8 +91,13 @@ def test_weights_are_loaded_twice_but_for_the_last_segment():
     before = engine.bytes_loaded
     measure_statistics(engine, tiny.TEXT)
     block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-    fingerprint = BLOCKS
-    assert engine.bytes_loaded - before == (2 * BLOCKS - 1 + fingerprint) * block
+    once_for_the_fingerprint = BLOCKS
+    assert engine.bytes_loaded - before == (2 * BLOCKS - 1 + once_for_the_fingerprint) * block
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_the_fingerprint(family):
+    assert fingerprint(streamed(tiny.build(family), 1)) == fingerprint(engine_of(tiny.build(family)))
 
 
 @pytest.mark.parametrize(("method", "allocation", "order"), tiny.EVERY_RUN)

@@ -15,7 +15,7 @@ from fwanda_pruner import cli
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.run import stages
 from fwanda_pruner.sweep import run as sweep
-from fwanda_pruner.sweep.figures import draw
+from fwanda_pruner.sweep.figures import PICTURES, draw
 from fwanda_pruner.sweep.recipe import RECIPES, Recipe, describe, recipe_names
 from fwanda_pruner.sweep.tables import lines_of, markdown, write_tables
 
@@ -371,6 +371,25 @@ def test_the_command_writes_the_tables(recipe, tmp_path, capsys):
     assert [row["nsamples"] for row in rows] == ["17", "17"]
 
 
+@pytest.mark.fault("file of the user")
+@pytest.mark.parametrize("name", ["results.csv", "results.md", *PICTURES])
+def test_a_file_of_the_user_is_never_replaced(recipe, tmp_path, capsys, name):
+    tiny.llama().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    mine = tmp_path / "mine"
+    (mine / "cells").mkdir(parents=True)
+    (mine / "cells" / "notes.json").write_text("mine")
+    (mine / name).write_text("mine")
+    path = recipe([{"method": "magnitude"}])
+    argv = ["sweep", str(tmp_path / "model"), str(path), "--output", str(mine)]
+    assert cli.main(argv) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{mine} holds {name}, which was not written by fwanda sweep; choose another folder" in line
+    assert (mine / name).read_text() == "mine" and sorted(path.name for path in mine.iterdir()) == ["cells", name]
+    argv[-1] = str(tmp_path / "out")
+    assert cli.main(argv) == 0 and cli.main(argv) == 0  # its own results
+
+
 def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys):
     tiny.llama().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -490,6 +509,15 @@ def test_cells_that_differ_in_order_have_rows_of_their_own(recipe):
     assert [describe(config, found) for config in found] == [
         "wanda uniform 0.5", "wanda uniform 0.5 order=sequential",
     ]  # fmt: skip
+
+
+@pytest.mark.fault("other model")
+def test_a_model_that_differs_in_a_norm_or_a_setting_runs_again(recipe, tmp_path):
+    found = Recipe.load(recipe([{"method": "wanda"}]))
+    norm, epsilon = tiny.llama(), tiny.llama(rms_norm_eps=1e-2)
+    norm.model.norm.weight.data[0] += 1
+    cells = [run(found, tmp_path / "out", model)[0] for model in (None, norm, epsilon, tiny.llama().bfloat16())]
+    assert len({measured(cell["dense"])[0] for cell in cells}) == 4
 
 
 def test_another_text_or_model_runs_again(recipe, tmp_path):

@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import io
 import logging
+import math
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from contextlib import nullcontext
@@ -37,6 +39,7 @@ NEEDED = {
 }
 
 _INTERRUPTED = 130  # exit code
+_BURST_SECONDS = 2.0
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # clean up as Ctrl-C does; SIGHUP: the terminal was closed
 
 
@@ -53,9 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with contextlib.suppress(ValueError):  # only the main thread may
-        for number in _ENDING:
+        interrupt = _Interrupt()
+        for number in (signal.SIGINT, *_ENDING):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(number, interrupt)
     try:
         return _run_rank(argv) if is_rank() else _run(argv)
     except BrokenPipeError:
@@ -70,6 +74,19 @@ def main(argv: list[str] | None = None) -> int:
         message, code = _explained(error)
         _say_error(message)
         return code
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt at a signal. More signals within seconds, as of a key held down, mean the same one."""
+
+    def __init__(self):
+        self._last = -math.inf
+
+    def __call__(self, *_):
+        now = time.monotonic()
+        if now - self._last > _BURST_SECONDS:
+            self._last = now
+            raise KeyboardInterrupt
 
 
 def _run_rank(argv: list[str] | None) -> int:

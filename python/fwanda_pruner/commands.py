@@ -132,6 +132,7 @@ def prune(args: argparse.Namespace) -> Result:
     if not args.dry_run:
         inputs = (
             args.model,
+            args.config,
             args.statistics,
             *(source.name for source in config.sources),
             *config.guards,
@@ -188,6 +189,7 @@ def _finished(args: argparse.Namespace, config: PruneConfig) -> str | None:
 def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -> Result:
     from .formats.dense import model_bytes
     from .formats.files import check_output
+    from .model.file_stamps import FileStamps
     from .report.summary import next_commands, summary
     from .run import pipeline
     from .run.save import save_pruned
@@ -202,6 +204,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
             from .run.hub import open_repository
 
             args.push_to_hub = _on_first(lambda: open_repository(args.push_to_hub))
+        files = FileStamps(args.model)
         with timed(seconds := {}, StageName.LOAD):
             model, tokenizer = _load(args, config)
         copies = 2 if config.resolved().runs_blocks else 1  # --resume keeps the pruned blocks too
@@ -210,6 +213,7 @@ def _prune_and_save(args: argparse.Namespace, config: PruneConfig, statistics) -
         report = pipeline.prune(model, tokenizer, config=config, statistics=statistics, state=state)
         report.config = {**report.config, "model": args.model, "statistics": args.statistics}
         report.seconds = seconds | report.seconds
+        _on_first(lambda: files.check(model))
         begin_stage(StageName.SAVE.title)
         save_pruned(model, tokenizer, report, args.output, overwrite=args.overwrite)
         state.remove()
@@ -290,6 +294,7 @@ def calibrate(args: argparse.Namespace) -> Result:
     config = _config(args)
     from .formats.files import check_file
     from .measure.statistics import Statistics
+    from .model.file_stamps import FileStamps
     from .run.pipeline import collect
     from .run.titles import calibration_titles
 
@@ -298,8 +303,10 @@ def calibrate(args: argparse.Namespace) -> Result:
         Statistics.load(output)  # refuses to replace another kind of file
     _check_texts(args.model, calibration=config.calibration)
     with planned(calibration_titles(config, loads=True)):
+        files = FileStamps(args.model)
         model, tokenizer = _load(args, config)
         statistics = collect(model, tokenizer, config=config)
+        _on_first(lambda: files.check(model))
     _on_first(lambda: statistics.save(output))
     model_name, file = shlex.quote(args.model), shlex.quote(args.output)
     lines = [
@@ -364,9 +371,10 @@ def evaluate(args: argparse.Namespace) -> Result:
     elif config.eval:
         raise UserError(f"--eval is the text of ppl, got --tasks {args.tasks}; add ppl or leave --eval out")
     _check_texts(args.model, eval=config.eval)
+    from .model.file_stamps import FileStamps
     from .run.pipeline import evaluate_model
 
-    config = _as_recorded(args.model, config)
+    config, files = _as_recorded(args.model, config), FileStamps(args.model)
     with planned([StageName.LOAD.title, "perplexity and zeros", *(["tasks"] if tasks else [])]):
         model, tokenizer = _load(args, config, streams=not tasks, packed=True)
         begin_stage("perplexity and zeros")
@@ -375,6 +383,7 @@ def evaluate(args: argparse.Namespace) -> Result:
         if tasks:
             begin_stage("tasks")
             result["lm_eval"] = _on_first(lambda: evaluate_tasks(model, tokenizer, tasks, **settings))
+    _on_first(lambda: files.check(model))
     for text in result["perplexity"]:  # JSON has no infinity; the record writes it like this, too
         if not math.isfinite(text["perplexity"]):
             text["perplexity"] = str(text["perplexity"])
@@ -430,10 +439,11 @@ def sweep(args: argparse.Namespace) -> Result:
     """Runs a recipe, and writes its tables and pictures."""
     from .sweep.figures import check_installed, draw
     from .sweep.recipe import Recipe
-    from .sweep.run import TaskSettings, run
+    from .sweep.run import TaskSettings, check_folder, run
     from .sweep.tables import lines_of, markdown, write_tables
 
     check_installed()
+    _on_first(lambda: check_folder(args.output))
     recipe = Recipe.load(args.recipe, _given(args))
     for config in recipe.cells:
         _check_texts(args.model, calibration=config.calibration, guards=config.guards, eval=config.eval)

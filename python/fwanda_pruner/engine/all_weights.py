@@ -3,31 +3,110 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fwanda_kernels import unpack_weight
 
 from ..errors import UserError
 from ..model.packed import packed_weights
+from ..model.targets import find_blocks
 from .engine import Engine
+
+# Settings of a model that its outputs do not depend on, beyond rounding; how a model is stored is among them.
+_WITHOUT_EFFECT = {
+    "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype",
+    "quantization_config", "attn_implementation", "_attn_implementation", "experts_implementation",
+    "_experts_implementation", "use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label",
+    "label2id", "problem_type", "initializer_range",
+}  # fmt: skip
+_PIECE = 1 << 16  # values of one sum of a fingerprint: on a CPU, they stay in its cache
+_PIECES_AT_ONCE = 64  # on a GPU
 
 
 def fingerprint(engine: Engine) -> str:
-    """sha256 of a sample of each weight in fp32, and of the headers of packed ones. It tells models apart."""
-    digest = hashlib.sha256()
+    """sha256 that changes with any value of a parameter, a buffer or a setting that the outputs depend on.
+
+    Settings are those of model.config, without names and versions. Buffers that a checkpoint does not hold count by the
+    settings that they are computed from. Floats count by their value in fp32 (fp64 by its own), so that a model has one
+    fingerprint in each dtype that holds its values. The engine, the device and the number of ranks do not matter.
+    """
+    digest = hashlib.sha256(_settings_text(engine.model.config).encode())
+    inside = set(find_blocks(engine.model)[1].modules())
+    outside = (item for item in engine.model.named_modules() if item[1] not in inside)
+    _add_tensors(digest, [*engine.parameters_outside_blocks(), *_stored_buffers(outside)])
     for index in range(engine.block_count):
         with engine.block(index) as block:
-            for weight in block.weights.values():
-                rows, cols = weight.shape
-                sample = weight[:: max(1, rows // 8), :: max(1, cols // 8)]
-                digest.update(sample.float().cpu().contiguous().numpy().tobytes())
-            for _, packed, _ in packed_weights(block.module):
-                digest.update(bytes(packed[:64].tolist()))  # the header, which holds a hash of the rest
+            module = block.module
+            _add_tensors(digest, [*module.named_parameters(), *_stored_buffers(module.named_modules())])
     return digest.hexdigest()
+
+
+def _settings_text(config) -> str:
+    """The settings of a model that its outputs depend on, as JSON. None means the same as no such setting."""
+
+    def pick(value):
+        if isinstance(value, dict):
+            kept = {str(key): pick(item) for key, item in value.items() if item is not None}
+            return {key: item for key, item in kept.items() if key not in _WITHOUT_EFFECT}
+        return [pick(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(pick(config.to_dict()), sort_keys=True, default=lambda value: type(value).__name__)
+
+
+def _stored_buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """Path and buffer of the modules' own buffers that a state dict holds."""
+    for path, module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
+
+
+def _add_tensors(digest, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Adds names, shapes and values to a hash. Waits for the device once."""
+    sums = []
+    for name, tensor in named:
+        digest.update(f"{name} {list(tensor.shape)} ".encode())
+        sums += _weighted_sums(tensor.detach().reshape(-1))
+    if sums:
+        digest.update(torch.cat(sums).cpu().numpy().tobytes())
+
+
+def _weighted_sums(flat: Tensor) -> Iterator[Tensor]:
+    """For each _PIECE values the sum of their bits, as integers, times a weight of the position, modulo 2^64.
+
+    The weights are odd, so each sum changes with any single value.
+    """
+    weights = _weights_of_positions(flat.device)
+    for values in flat.split(_PIECE * (1 if flat.device.type == "cpu" else _PIECES_AT_ONCE)):
+        bits = _bits(values)
+        whole = len(bits) // _PIECE * _PIECE
+        if whole:
+            yield (bits[:whole].view(-1, _PIECE) * weights).sum(1)
+        if rest := len(bits) - whole:
+            yield (bits[whole:] * weights[:rest]).sum(0, keepdim=True)
+
+
+def _bits(values: Tensor) -> Tensor:
+    if values.is_complex():
+        return _bits(torch.view_as_real(values).reshape(-1))
+    if values.dtype == torch.float64:
+        return values.view(torch.int64)
+    return values.float().view(torch.int32) if values.is_floating_point() else values.long()
+
+
+@cache
+def _weights_of_positions(device: torch.device) -> Tensor:
+    """[_PIECE] odd int64 that look random: the mixing steps of SplitMix64."""
+    x = torch.arange(1, _PIECE + 1, device=device) * -7046029254386353131
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return (x ^ (x >> 31)) | 1
 
 
 def check_finite(engine: Engine) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import masking_utils
 
+from ..errors import UserError
 from .device import model_device
 
 _CUDNN_HEAD_SIZES = (64, 128)
@@ -44,6 +45,23 @@ def fast_attention(model: nn.Module) -> Iterator[None]:
         return
     with sdpa_kernel(_KERNELS, set_priority=True):
         yield
+
+
+def check_backward(model: nn.Module, reason: str) -> None:
+    """Refuses an attention that has no backward pass on the model's device.
+
+    Args:
+        reason: a setting that needs the backward pass.
+
+    Raises:
+        UserError: naming both.
+    """
+    kinds = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
+    if "flex_attention" in kinds and model_device(model).type == "cpu":
+        raise UserError(
+            f"attn_implementation flex_attention has no backward pass on a CPU, which {reason} needs; use a GPU, or "
+            f"take attn_implementation out of config.json"
+        )
 
 
 def _head_size(model: nn.Module) -> int | None:

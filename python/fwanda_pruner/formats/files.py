@@ -64,7 +64,7 @@ def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: 
     temporary, aside = _hidden_name(output, "tmp"), _hidden_name(output, "old")
     made = [folder for folder in output.parents if not folder.exists()]
     try:
-        with user_errors(output):
+        with user_errors(output), _named(temporary, output):
             temporary.mkdir(parents=True)
             yield temporary
             _finish_folder(temporary)
@@ -92,7 +92,7 @@ def trial_folder(output: str | Path) -> Iterator[Path]:
             temporary.mkdir(parents=True)
         except OSError as error:
             raise UserError(f"output {output}: cannot be made ({error.strerror}); choose another folder") from error
-        with user_errors(output):
+        with user_errors(output), _named(temporary, output):
             yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -227,6 +227,16 @@ def user_errors(output: Path) -> Iterator[None]:
             raise UserError(
                 f"output {output}: another process filled it meanwhile; choose another folder or pass --overwrite"
             ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _named(temporary: Path, output: Path) -> Iterator[None]:
+    """Puts the name of the output into messages of UserError that name the temporary folder."""
+    try:
+        yield
+    except UserError as error:
+        error.args = tuple(str(part).replace(str(temporary), str(output)) for part in error.args)
         raise
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ..errors import UserError, is_lost_connection
+from ..errors import UserError, is_lost_connection, show
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -72,9 +72,14 @@ def auto_class(config, name: str, trust_remote_code: bool = False) -> type:
     """The class of transformers that loads this causal language model or multimodal model.
 
     Raises:
-        UserError: the model is of another kind.
+        UserError: the model is of another kind, or its architectures are no names.
     """
     architectures = config.architectures or []
+    if not isinstance(architectures, list) or not all(isinstance(item, str) for item in architectures):
+        raise UserError(
+            f"model {name!r}: architectures in config.json must be a list of class names, got {show(architectures)}; "
+            f"take the config.json of the original model"
+        )
     if config.get_text_config() is not config:
         if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return AutoModelForImageTextToText

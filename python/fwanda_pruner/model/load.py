@@ -18,10 +18,11 @@ from ..errors import UserError, has_control, show
 from ..register_packed import METHOD
 from .busy import warn_if_busy
 from .checks import auto_class, check_loaded, check_quantization, check_stored_types, loading_errors, weight_files
+from .file_stamps import FileStamps
 from .hub import hub_options
 from .pack import unpack_
 from .packed import packed_weights
-from .place import place
+from .place import named_device, place
 from .read_shares import can_read_shares, read_shares
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -71,8 +72,8 @@ def load_model(
         offload: of a sharded model, keep the blocks in RAM until they compute.
 
     Raises:
-        UserError: the name, device or dtype is unknown; files are unreadable, incomplete or quantised; the model is no
-            causal language model; or its files need allow_pickle or trust_remote_code.
+        UserError: the name, device or dtype is unknown; files are unreadable, incomplete or quantised, or change
+            meanwhile; the model is no causal language model; or its files need allow_pickle or trust_remote_code.
 
     Warns:
         UserWarning: the converted copy of a GGUF file cannot be kept, or was broken; or other programs keep the CPUs
@@ -83,6 +84,7 @@ def load_model(
     if target.type == "cpu":
         warn_if_busy()
     gguf = _gguf_path(name)
+    stamps = FileStamps(gguf or name)
     with quiet(bars=gguf is None and not Path(name).exists()):
         if gguf:
             model, tokenizer = _load_gguf(gguf, getattr(torch, dtype or "float32"))
@@ -93,6 +95,7 @@ def load_model(
             model = _unpacked(model, dtype)
     with loading_errors(f"model {name!r} cannot be moved to {target}"):
         place(model, target, engine, max_bytes=max_bytes, offload=offload)
+    stamps.check()
     model = model.eval()
     model.config.name_or_path = name
     return LoadedModel(model, tokenizer)
@@ -168,12 +171,7 @@ def find_device(device: str) -> torch.device:
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError):
-        target = None
-    if target is None or target.type not in ("cpu", "cuda"):
-        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    target = named_device(device)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if target.type == "cuda" and (target.index or 0) >= count:
         raise UserError(f"device {device!r}: torch finds {count} CUDA devices here; use cpu or auto")
@@ -266,8 +264,21 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     check_loaded(model, info, name)
     if lacks_tokenizer(name):
         return model, None
+    return model, _load_tokenizer(name, options)
+
+
+def _load_tokenizer(name: str, options: dict) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, after a trial: transformers does not check the values of its tokenizer_config.json."""
     with loading_errors(f"the tokenizer of model {name!r} cannot be loaded"):
-        return model, AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        longest = getattr(tokenizer, "model_max_length", 0)
+        if not isinstance(longest, int | float):
+            raise UserError(
+                f"the tokenizer of model {name!r}: model_max_length in tokenizer_config.json must be a number, got "
+                f"{show(longest)}; take the tokenizer_config.json of the original model"
+            )
+        tokenizer.decode(tokenizer("a")["input_ids"])
+    return tokenizer
 
 
 def lacks_tokenizer(name: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..config import PruneConfig
+from ..errors import UserError
 from ..notes import warn
 from .placement import is_sharded, move_the_rest
 from .sharding import least_of_ranks, rank_count, shard_
@@ -38,6 +40,39 @@ def place(model: nn.Module, device: torch.device, engine: str, *, max_bytes: int
         move_the_rest(model, device)
     else:
         model.to(device)
+
+
+def warn_of_other_place(config: PruneConfig, model: nn.Module) -> None:
+    """Warns of a device or a dtype that a loaded model does not have: only loading follows these settings.
+
+    Raises:
+        UserError: the device is no name of one.
+
+    Warns:
+        UserWarning: naming the setting and what the model has.
+    """
+    device, dtype = next(model.parameters()).device, str(model.dtype).removeprefix("torch.")
+    if config.device != "auto":
+        wanted = named_device(config.device)
+        if wanted.type != device.type or wanted.index not in (None, device.index or 0):
+            warn(f"--device {config.device} has no effect: the model is on {device}; move it by model.to()")
+    if config.dtype not in (None, dtype):
+        warn(f"--dtype {config.dtype} has no effect: the weights are {dtype}; convert them by model.to()")
+
+
+def named_device(name: str) -> torch.device:
+    """The CPU or GPU of a name, which this machine may lack.
+
+    Raises:
+        UserError: it is no name of one.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    return device
 
 
 def fitting_engine(weights: int, memory: int, ranks: int) -> str:

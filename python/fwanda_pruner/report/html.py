@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import UserError, install_hint, shortened, visible
+from ..errors import UserError, install_hint, refuse_pipe, shortened, visible
 from ..formats.files import atomic_file, check_file
 from . import page
 from .record import Report
 from .summary import shows_wanda, skipped_lines
 
 _TEMPLATE = "page.html.j2"
+_MARK = '<meta name="generator" content="fwanda report">'  # in the first _HEAD characters of the template's page
+_HEAD = 1000
 _SHADES = 48  # colours of a heat map
 _DRAWN = 8  # runs in one chart
 
@@ -23,17 +25,27 @@ def write_html(reports: dict[str, Report], path: str | Path) -> None:
 
     Args:
         reports: what to call a run -> its record; at least one.
-        path: the file to write; an existing file is replaced.
+        path: the file to write; an existing page of this function is replaced.
 
     Raises:
-        UserError: jinja2 or matplotlib is missing, there is no report, or the file cannot be written.
+        UserError: jinja2 or matplotlib is missing, there is no report, the file cannot be written, or another file has
+            its name.
     """
     path = check_file(path, ".html", flag="--html")
+    if path.exists() and not _is_page(path):
+        raise UserError(f"--html {path} exists and was not written by fwanda report; choose another name")
     if not reports:
         raise UserError("the HTML report needs at least one record of a run, got none; name a folder of fwanda prune")
     text = render(reports)
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold any bytes
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file begins as the page of write_html() does."""
+    refuse_pipe(path)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _MARK in file.read(_HEAD)
 
 
 def render(reports: dict[str, Report]) -> str:

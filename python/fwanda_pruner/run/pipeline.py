@@ -16,6 +16,7 @@ from ..allocate.budgets import ScoreScales, count_floored_rows
 from ..allocate.search import Choice
 from ..config import CALIBRATION, PruneConfig, settings_of
 from ..engine.all_weights import WeightCounts, check_finite, count_weights, fingerprint
+from ..engine.attention import check_backward
 from ..engine.device import device_rules, evaluating, model_device
 from ..engine.engine import Engine, make_engine
 from ..engine.ranks import Ranks
@@ -25,6 +26,7 @@ from ..formats.source import surplus_layers
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
 from ..model.arguments import expect_tokenizer, expect_type
+from ..model.place import warn_of_other_place
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
 from ..notes import recording, showing, warn
@@ -152,12 +154,15 @@ def run_prune(
     stage, progress = Stages(state, model_device(model), ranks), progress and ranks.first
     titles = stage_titles(config, statistics, calibration=calibration, eval=eval) if progress else ()
     with planned(titles), _running(model, config, state.notes):
+        warn_of_other_place(config, model)
         config = with_sources(config, calibration, eval, statistics, named)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
         ranks.share(lambda: check_savable(model, tokenizer, state.output))
         engine = make_engine(model, targets, config, progress=progress)
         stages.check_given(config, model, statistics)
+        if config.responds or config.weighs_tokens or (config.needs_fisher and statistics is None):
+            check_backward(model, f"--method {config.method} --allocation {config.allocation}")
         stages.identify(state, config, engine, sources, statistics)
 
         reads = stages.reads(config, statistics)
@@ -255,6 +260,7 @@ def collect(
     with planned(titles), _running(model, config, stage.notes):
         config = with_sources(config, calibration, None, None, named=settings)
         targets, _ = plan(model, config)
+        check_backward(model, f"--fisher {config.fisher}")
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
         reads = {"calibration": True, "domains": False}

@@ -13,6 +13,7 @@ from ..formats.audit import Part, WrongFiles, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, trial_folder
 from ..formats.source import carry_files, lost_tensors
 from ..model.arguments import expect_model, expect_type
+from ..model.names import check_names
 from ..model.packed import packed_weights
 from ..model.placement import is_sharded
 from ..model.targets import is_multimodal
@@ -69,7 +70,8 @@ def save_pruned(
 
     Raises:
         UserError: `output` cannot be written (see files.check_output()), the disk becomes full or not writable, or the
-            settings or the tokenizer cannot be saved (see check_savable()); or an argument is of another type.
+            settings or the tokenizer cannot be saved (see check_savable()); or an argument is of another type, or the
+            model lacks a tensor of its class.
         RuntimeError: a written matrix does not hold the zeros that the report lists.
 
     Warns:
@@ -79,6 +81,7 @@ def save_pruned(
     expect_model(model)
     expect_type("report", report, Report, "give what prune() returned", needed=True)
     expect_path("output", output)
+    check_names(model)
     if report.config.get("save") in (None, "dense") and next(packed_weights(model), None) is not None:
         report.config = {**report.config, "save": "packed"}
     form = _format_of(report)

@@ -17,6 +17,10 @@ from ..formats.files import atomic_file, user_errors
 from ..report.page import place_of, spike_limit
 from .tables import PERPLEXITY, Line, columns, evaluation
 
+PICTURES = (  # the files that draw() may write
+    "perplexity-by-sparsity.png", "perplexity-by-energy.png", "sparsity-by-block.png", "disagreement-by-block.png",
+    "kept-in-rows.png",
+)  # fmt: skip
 _LOG_FROM = 3  # ratio of the largest perplexity to the smallest from which the axis is logarithmic
 _TICKS_OF_A_DECADE = (1, 1.5, 2, 3, 5, 7)
 
@@ -48,23 +52,24 @@ def draw(lines: list[Line], output: str | Path) -> list[Path]:
     unstructured = [line for line in lines if not line.config.pattern]
     # where cells share a calibration, its energy belongs to none of them
     whole_energy = not any(cell["shared"] for line in lines for cell in line.cells)
+    by_sparsity, by_energy, sparsity_by_block, disagreement_by_block, kept_in_rows = PICTURES
     of_texts = [
-        ("perplexity-by-sparsity", _by_sparsity, evaluated),
-        ("perplexity-by-energy", _by_energy, [line for line in evaluated if whole_energy and line.values("kJ")]),
+        (by_sparsity, _by_sparsity, evaluated),
+        (by_energy, _by_energy, [line for line in evaluated if whole_energy and line.values("kJ")]),
     ]
     pictures = [
-        ("sparsity-by-block", _sparsity_by_block, [line for line in unstructured if _matrices_differ(line.config)]),
-        ("disagreement-by-block", _disagreement_by_block, [line for line in lines if _disagreement(line)]),
-        ("kept-in-rows", _kept, [line for line in unstructured if _row_histogram(line)]),
+        (sparsity_by_block, _sparsity_by_block, [line for line in unstructured if _matrices_differ(line.config)]),
+        (disagreement_by_block, _disagreement_by_block, [line for line in lines if _disagreement(line)]),
+        (kept_in_rows, _kept, [line for line in unstructured if _row_histogram(line)]),
     ]
     paths = []
     for name, plot, chosen in of_texts:
         panels = [partial(plot, lines=lines, chosen=chosen, text=text) for text in texts if _any_finite(chosen, text)]
         if panels:
-            paths.append(_write(Path(output, f"{name}.png"), panels))
+            paths.append(_write(Path(output, name), panels))
     for name, plot, chosen in pictures:
         if chosen:
-            paths.append(_write(Path(output, f"{name}.png"), [partial(plot, chosen=chosen)]))
+            paths.append(_write(Path(output, name), [partial(plot, chosen=chosen)]))
     return paths
 
 

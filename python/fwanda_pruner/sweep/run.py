@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,8 +30,11 @@ from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
 from ..terminal import say
 from ..text.sources import local_sha256
+from .figures import PICTURES
 from .recipe import Recipe, describe
+from .tables import TABLES
 
+_CELL_NAME = re.compile(r"(dense-)?[0-9a-f]{16}\.json")  # as _cell_path()
 _CELL_KEYS = ("report", "perplexity", "dense", "shared")
 _DENSE_KEYS = ("perplexity", "sparsity", "lm_eval")
 
@@ -127,6 +131,21 @@ def run(
                 cell = ranks.share(lambda path=path, cell=cell: _written(path, cell, _CELL_KEYS))
             cells[config] = cell
     return [cells[config] for config in recipe.cells]
+
+
+def check_folder(output: str | Path) -> None:
+    """Refuses a folder whose results are not those of a sweep. Writes nothing.
+
+    Raises:
+        UserError: it holds a file that a sweep would replace, and no finished cell.
+    """
+    output = Path(output)
+    with user_errors(output):
+        taken = next((name for name in (*TABLES, *PICTURES) if (output / name).exists()), None)
+        if taken is not None and not any(_CELL_NAME.fullmatch(path.name) for path in (output / "cells").glob("*")):
+            raise UserError(
+                f"--output {output} holds {taken}, which was not written by fwanda sweep; choose another folder"
+            )
 
 
 def _make(folder: Path) -> None:
@@ -286,6 +305,7 @@ def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
     facts = {
         **config.to_dict(),
         "version": fk.__version__,
+        "dtype": str(sweep.model.dtype).removeprefix("torch."),
         "weights": sweep.weights,
         "texts": [sweep.texts.get(name) for name in _text_names(config)],
         "tasks": sweep.recipe.tasks,

@@ -44,6 +44,7 @@ class Line:
         return statistics.fmean(values) if values else None
 
 
+TABLES = ("results.csv", "results.md")  # the files of write_tables()
 PERPLEXITY, OF_DENSE = "perplexity ", "of dense "  # columns begin with these; the name of a text follows
 _FORMATS = {PERPLEXITY: ".2f", OF_DENSE: ".3f", "seconds": ".1f", "peak GB": ".1f", "kJ": ".2f"}
 _ACCURACY = ".4f"
@@ -111,7 +112,7 @@ def write_tables(lines: list[Line], output: str | Path) -> list[Path]:
         The two files.
     """
     output = Path(output)
-    texts = {"results.csv": _csv(lines), "results.md": markdown(lines)}
+    texts = dict(zip(TABLES, (_csv(lines), markdown(lines)), strict=True))
     for name, text in texts.items():
         with user_errors(output), atomic_file(output / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
