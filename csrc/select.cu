@@ -93,15 +93,11 @@ constexpr int kMaxThreads = sizeof(WEIGHT::Bits) == 4 ? 896 : 1024;
 constexpr int kMaxThreads = 1024;
 #endif
 
+// A module holds one kernel: compiling all three takes three times as long, and a call needs one.
 // Blocks of one launch take the same number of threads. Only barrier 0 is used: a barrier with its id in a register would
 // reserve all 16 barriers of a block, and then four blocks would fill an SM.
-#define KERNEL(NAME, MASK, N)                                                                           \
-  extern "C" __global__ void __launch_bounds__(kMaxThreads) NAME(const __grid_constant__ Table<N> table) {  \
-    row_topk<WEIGHT, ROWS_ALIGNED, MASK>(table);                                                        \
-  }
-
-KERNEL(row_topk_prune, false, 1)
-KERNEL(row_topk_prune_list, false, kMaxMatrices)
-KERNEL(row_topk_mask, true, 1)
+extern "C" __global__ void __launch_bounds__(kMaxThreads) KERNEL(const __grid_constant__ Table<MATRICES> table) {
+  row_topk<WEIGHT, ROWS_ALIGNED, TO_MASK>(table);
+}
 
 }  // namespace fwanda

@@ -32,7 +32,7 @@ def mask_on(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_explain_says_where_the_kernels_are_from():
     mask_on("cuda")
     text = fk.explain("row_topk_mask")["cuda"]["native"]
-    assert text.startswith("serves (bf16: ") and (" by NVRTC " in text or " by nvcc " in text), text
+    assert text.startswith("serves (bf16-mask: ") and (" by NVRTC " in text or " by nvcc " in text), text
 
 
 @pytest.mark.fault("wrong CUDA context")

@@ -39,9 +39,15 @@ _WEIGHTS = {
 # STEPS: groups of 4 columns that a thread of row selection holds
 _ROWS = {variant: (*macros, "STEPS=16") for variant, macros in _WEIGHTS.items()}
 _ROWS |= {f"{dtype}-wide": (*_WEIGHTS[dtype], "STEPS=20") for dtype in ("bf16", "fp16")}
+# A module of row selection holds one kernel, so that the first call compiles no other
+_ROW_KERNELS = {
+    "prune": ("KERNEL=row_topk_prune", "TO_MASK=false", "MATRICES=1"),
+    "list": ("KERNEL=row_topk_prune_list", "TO_MASK=false", "MATRICES=kMaxMatrices"),
+    "mask": ("KERNEL=row_topk_mask", "TO_MASK=true", "MATRICES=1"),
+}
 # family, which is the name of the .cu file -> variant -> macros
 FAMILIES = {
-    "select": _ROWS,
+    "select": {f"{rows}-{name}": _ROWS[rows] + _ROW_KERNELS[name] for rows in _ROWS for name in _ROW_KERNELS},
     "stats": {"any": ()},
     "sparse24": _WEIGHTS,
     "threshold": _WEIGHTS,

@@ -20,6 +20,7 @@ ENTRY = Layout(
     "Entry",
     "P m.weight, P m.mask, P m.scale, P m.keep, P m.bad, q m.row_stride, i m.rows, i m.cols, i first_row",
 )
+KERNELS = {"prune": "row_topk_prune", "list": "row_topk_prune_list", "mask": "row_topk_mask"}  # each has its module
 MAX_MATRICES = 448
 COLUMNS_PER_WARP = 2048
 WIDE_COLUMNS_PER_WARP = 2560  # of the wide variants
@@ -89,7 +90,7 @@ def plan_one(
 ) -> list[Launch]:
     """One launch that prunes a matrix in place, or writes mask [R, C] bool. Scale and keep are contiguous."""
     (rows, cols, row_stride), address, scales = size, weight.data_ptr(), scale.data_ptr()
-    kernel, target = ("row_topk_prune", 0) if mask is None else ("row_topk_mask", mask.data_ptr())
+    kernel, target = ("prune", 0) if mask is None else ("mask", mask.data_ptr())
     entry = address, target, scales, keep.data_ptr(), bad.data_ptr(), row_stride, rows, cols, 0
     itemsize = ITEMSIZE[weight.dtype]
     in_vectors = aligned(address | scales, row_stride, cols, itemsize) and not target % 4
@@ -114,8 +115,8 @@ def plan_list(
     launches = []
     for kind in sorted(parts, reverse=True):  # rows of most threads first
         for part in parts[kind]:
-            name, room = ("row_topk_prune", 1) if len(part.entries) == 1 else ("row_topk_prune_list", MAX_MATRICES)
-            launches.append(_launch(name, dtype, in_vectors, part.entries, part.rows, room))
+            kernel, room = ("prune", 1) if len(part.entries) == 1 else ("list", MAX_MATRICES)
+            launches.append(_launch(kernel, dtype, in_vectors, part.entries, part.rows, room))
     return launches
 
 
@@ -153,12 +154,17 @@ def list_bytes(threads: int) -> int:
 def _launch(
     kernel: str, dtype: torch.dtype, in_vectors: bool, entries: list[tuple], rows: int, room: int
 ) -> Launch:  # fmt: skip
-    """One launch over matrices of one _kind(), with so many rows in all."""
+    """One launch of one of KERNELS over matrices of one _kind(), with so many rows in all."""
     rest = bytes(ENTRY.size * (room - len(entries)))
     table = b"".join([COUNT.pack(len(entries)), *starmap(ENTRY.pack, entries), rest])
     widest, itemsize = max([entry[7] for entry in entries]), ITEMSIZE[dtype]
-    module, (warps, wide) = variant(dtype, in_vectors), _kind(widest)
-    if wide and in_vectors and itemsize == 2:
-        module, warps = f"{module}-wide", -(-widest // WIDE_COLUMNS_PER_WARP)
-    threads = 32 * warps
-    return Launch(("select", module), kernel, rows, threads, (table,), _dynamic_bytes(threads, widest * itemsize))
+    warps, wide = _kind(widest)
+    if wide := wide and in_vectors and itemsize == 2:
+        warps = -(-widest // WIDE_COLUMNS_PER_WARP)
+    module, threads = _module(kernel, dtype, in_vectors, wide), 32 * warps
+    return Launch(module, KERNELS[kernel], rows, threads, (table,), _dynamic_bytes(threads, widest * itemsize))
+
+
+@cache
+def _module(kernel: str, dtype: torch.dtype, in_vectors: bool, wide: bool) -> tuple[str, str]:
+    return "select", f"{variant(dtype, in_vectors)}{'-wide' if wide else ''}-{kernel}"
