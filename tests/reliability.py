@@ -78,7 +78,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "2:4 speed": (
         "8 2:4 gives no speedup",
-        "later: the speed of pruned models is not measured yet; the README says that dense kernels run them no faster",
+        "later: no test guards it; docs/packed.md has measured speeds, and the README says that dense kernels run "
+        "pruned models no faster",
     ),
     "protocol": (
         "9 Perplexity differs because the split, seqlen, windows or BOS differ",

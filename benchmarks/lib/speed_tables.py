@@ -143,10 +143,11 @@ def readme(folder: Path = RESULTS) -> str:
     whole = [run_cell(runs[card]) if backend == "native" else "-" for card, backend in columns]
     rows.append(["a whole F-Wanda run of a 7B", *whole])
     run = next(iter(runs.values()))
+    dates = " and ".join(sorted({runs[card]["date"] for card, _ in columns}))
     protocol = (
-        f"The whole run: shape of {run['shape']}, random weights, {run['tokens']} calibration tokens, {run['dtype']}, "
-        f"`{run['allocation']}` allocation, {run['sparsity']} removed, backward pass on all windows, compiled, warm; "
-        "joules are gross."
+        f"The whole run ({dates}): shape of {run['shape']}, random weights, {run['tokens']} calibration tokens, "
+        f"{run['dtype']}, `{run['allocation']}` allocation, {run['sparsity']} removed, backward pass on all windows, "
+        "compiled, warm; joules are gross."
     )
     used = dict.fromkeys(card for card, _ in columns)
     return f"{caption(measured[card] for card in used)} {protocol}\n\n{table(head, rows)}"
