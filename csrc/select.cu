@@ -67,7 +67,7 @@ __device__ __forceinline__ void row_topk(const Table<N>& table) {
       int at_first = b.at_lo, above = b.at_hi;
       bool settled = false;
       if (at_first - above > list_capacity(x.threads())) {
-        b.hi = b.lo + 1;  // as it is: spares its register
+        b.hi = b.lo + 1;  // it is this already; known to the compiler, it takes no register
         settled = x.settle_bucket(b.lo, first, last, at_first, above);
       }
       if (!settled) x.rank_candidates(b, first, last, at_first - above, shared.keep - above);

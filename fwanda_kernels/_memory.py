@@ -18,7 +18,7 @@ from ._checks import describe_tensor
 
 
 class Use(Enum):
-    """What a call does with an argument: it changes it, meets counts in it, or reads it."""
+    """What a call does with an argument: it changes it, keeps an exact number of its entries, or only reads it."""
 
     CHANGED, WEIGHT, READ = range(3)
 
@@ -53,7 +53,7 @@ def checking_memory(schema: torch.FunctionSchema) -> Callable[[tuple], tuple]:
 
 
 def _surely_apart(args: tuple, apart: list[int], read: list[int]) -> bool:
-    """Whether a quick look tells that nothing is to be refused or resolved. Kernels make contiguous what they read."""
+    """Whether a quick look tells that nothing is to be refused or resolved. Kernels copy what is not contiguous."""
     places = []
     for i in apart:
         arg = args[i]
@@ -161,6 +161,6 @@ def _span(tensor: Tensor) -> int:
 
 
 def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
-    """The entries [span] of `memory` that stand for the bytes of a tensor whose first byte is the first of them."""
+    """View of `memory` [span] at the bytes of a tensor; the first entry stands for the first byte of the tensor."""
     size = tensor.element_size()
     return memory.as_strided((*tensor.shape, size), (*[stride * size for stride in tensor.stride()], 1))

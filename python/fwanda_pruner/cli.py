@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Interrupt:
-    """Raises KeyboardInterrupt at a signal. More signals within seconds, as of a key held down, mean the same one."""
+    """Raises KeyboardInterrupt at a signal. More within _BURST_SECONDS, as from a key held down, do nothing."""
 
     def __init__(self):
         self._last = -math.inf

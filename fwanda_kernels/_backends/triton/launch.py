@@ -103,7 +103,7 @@ def _table(entries: tuple[tuple[int, ...], ...], device: torch.device, stream: i
 
 
 def written_table(entries: list[tuple[int, ...]], like: Tensor) -> Tensor:
-    """table_of() without a copy from the host: the values are arguments of torch's kernels for lists, about 90 each."""
+    """table_of() without a copy from the host: torch._foreach_add_ takes about 90 values as arguments of a launch."""
     values = [value for field in zip(*entries, strict=True) for value in field]
     table = torch.zeros(len(values), dtype=torch.int64, device=like.device)
     torch._foreach_add_(list(table), values)

@@ -40,7 +40,7 @@ def pair_high(bits, SIMD: tl.constexpr):
 @triton.jit
 def moved(keys, first, end, shift, SIMD: tl.constexpr):
     """keys - first, brought into [0, end], times 2^shift."""
-    if SIMD:  # a product, as units for it have less to do than those for shifts
+    if SIMD:  # a product: its units are less busy than those for shifts
         return tl.inline_asm_elementwise(
             "{ .reg .b32 x; sub.s32 x, $1, $2; min.relu.s32 x, x, $3; mul.lo.s32 $0, x, $4; }", "=r,r,r,r,r",
             [keys, first, end, 1 << shift], dtype=tl.int32, is_pure=True, pack=1,

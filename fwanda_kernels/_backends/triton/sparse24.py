@@ -197,7 +197,7 @@ def _load_row(source, stride_r, r, rows, c, cols, BELOW: tl.constexpr):
 def _check_24(source, stride_r, r, rows, c, cols, poison, bad, ROWS: tl.constexpr, STEP: tl.constexpr):
     """Whether the weights are finite; flags them if not. poison is NaN in groups with a score that is not finite.
 
-    The weights are read again for it: to keep them would take registers that a faultless matrix does not need.
+    It reads the weights again, because keeping them would take registers that a finite matrix does not need.
     """
     finite = True
     if tl.max((poison != 0.0).to(tl.int32), axis=0) != 0:

@@ -130,7 +130,7 @@ def _last_with(counts, wanted):
 def _narrow_kernel(histogram, sums, state, total, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     """Shrink the bracket to the bin that holds the total-th largest key, or move it to the side where that key is.
 
-    It never becomes empty, not even with NaN about, as the histogram is written without another bound.
+    It never becomes empty, not even if scores are NaN: nothing else bounds the writes to the histogram.
     """
     if tl.load(state + 3) != 0:
         low, high, pivot = tl.load(state), tl.load(state + 1), tl.load(state + 2)

@@ -37,7 +37,7 @@ from .judge import Judge, Losses
 from .masks import PackedMasks, column_scale, masks_of, pack
 
 _FEW_ROUNDS, _MANY_ROUNDS = 8, 16  # for up to half of the weights; for more of them, and under a pattern
-_JUDGED = (2, 0)  # which rounds are judged, counted from the last; on real models one of these was always the best
+_JUDGED = (2, 0)  # places of the judged rounds, counted from the last; docs/allocation.md says why these
 _ROUND_TOKENS = 16384
 _MATRIX_STEP, _LINE_STEP = 0.3, 0.1  # share of the way to a measured ratio, in the logarithm, in the first round
 _LAST_STEP = 0.3  # of these steps, in the last round
@@ -141,7 +141,8 @@ def respond(
         rounds: keeps the rounds, for an interrupted run.
 
     Returns:
-        The scales, None where no round is better than the start; and "round 6", "round 8" -> losses.
+        The scales, None where no round is better than the start; and the losses of the judged rounds, of 8 rounds
+            "round 6" and "round 8" -> losses.
 
     Raises:
         UserError: the Fisher information is 0 everywhere, or the memory does not suffice.

@@ -18,7 +18,7 @@ from ..model.packed import packed_weights
 from ..model.targets import find_blocks
 from .engine import Engine
 
-# Settings of a model that its outputs do not depend on, beyond rounding; how a model is stored is among them.
+# Settings that change nothing but the rounding of the outputs. How a model is stored is among them.
 _WITHOUT_EFFECT = {
     "_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype",
     "quantization_config", "attn_implementation", "_attn_implementation", "experts_implementation",
@@ -33,8 +33,8 @@ def fingerprint(engine: Engine) -> str:
     """sha256 that changes with any value of a parameter, a buffer or a setting that the outputs depend on.
 
     Settings are those of model.config, without names and versions. Buffers that a checkpoint does not hold count by the
-    settings that they are computed from. Floats count by their value in fp32 (fp64 by its own), so that a model has one
-    fingerprint in each dtype that holds its values. The engine, the device and the number of ranks do not matter.
+    settings that they are computed from. Floats count by their value in fp32 (fp64 by its own), so that a model has the
+    same fingerprint in every dtype that holds its values. The engine, the device and the number of ranks do not matter.
     """
     digest = hashlib.sha256(_settings_text(engine.model.config).encode())
     inside = set(find_blocks(engine.model)[1].modules())

@@ -1,4 +1,4 @@
-"""The files of a model, watched while they are read: transformers maps weights, and reads them when they are used."""
+"""Notices weight files that change during a run: transformers maps them, and reads a weight when it is first used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 class FileStamps:
     """Sizes and times of the weight files of a model, as they are now.
 
-    A file that was replaced by another, as most programs write, does no harm: what was mapped stays. So only a file
-    that was written in place counts as changed.
+    Only a file that was written in place counts as changed. Most programs replace a file by a new one, which does no
+    harm, because the old one stays mapped.
 
     Args:
         name: as in load_model(). Files of a model of the hub are not watched.

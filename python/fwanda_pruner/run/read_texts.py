@@ -111,7 +111,7 @@ def _warn_of_flattery(config: PruneConfig, sources: Sources) -> None:
 
 
 def _warn_of_read(config: PruneConfig, domains: Sequence[Domain]) -> None:
-    """Warns of domains whose windows the calibration reads; for token ids, which have no others, only for a choice."""
+    """Warns of domains whose windows the calibration reads. For token ids, only if a choice needs others."""
     read = [domain.source for domain in domains if not domain.unread and (config.responds or domain.source != TOKENS)]
     uses = ["the allocation is chosen"] * config.responds + ["the losses are measured"] * (not config.no_check)
     if read:
@@ -248,7 +248,7 @@ class _Reader:
         if name == OWN_TEXT:
             own = with_bos(self.own, self.tokenizer) if bos else self.own
             return own[:count], own[count : count + self.further]
-        # windows of the default text overlap by default, which nobody asked for
+        # the defaults draw windows that overlap; only what was asked for gives a warning
         by_default = (config.calibration, config.nsamples) == (PruneConfig.calibration, PruneConfig.nsamples)
         with naming("--calibration"), muted() if by_default else nullcontext():
             return draw_windows(name, self.tokenizer, **self._settings(count), further=self.further, bos=bos)

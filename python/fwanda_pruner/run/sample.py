@@ -114,7 +114,7 @@ def write_sample(
         check_finite(engine)
         text = {"nsamples": config.nsamples, "seqlen": config.seqlen, "seed": config.seed}
         facts = {**text, "start_token": start, "weights": fingerprint(engine), **versions(device)}
-        facts["dtype"] = str(model.dtype).removeprefix("torch.")  # the fingerprint does not tell it
+        facts["dtype"] = str(model.dtype).removeprefix("torch.")  # the fingerprint is the same in every dtype
         ranks.check_same(lambda: facts)
         ranks.share(lambda: state.identify({**facts, "windows": ranks.division}))
         tokens, energy = stages.sampled(stage, engine, config, start, config.nsamples)

@@ -72,7 +72,7 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
         return
     inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
     facts = {**inputs, **config.without("energy", "save"), **versions(engine.device)}
-    facts["dtype"] = str(engine.model.dtype).removeprefix("torch.")  # the fingerprint does not tell it
+    facts["dtype"] = str(engine.model.dtype).removeprefix("torch.")  # the fingerprint is the same in every dtype
     ranks.check_same(lambda: {**facts, "engine": engine.name})
     facts |= sources.identity()
     ranks.share(lambda: state.identify({**facts, "windows": ranks.division}) if state.folder else None)

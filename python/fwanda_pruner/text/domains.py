@@ -46,7 +46,7 @@ def choice_windows(domains: int) -> int:
 
 
 def calibration_part(windows: int) -> int:
-    """How many of the windows of a text to calibrate on, so that others are left for the report and the choice.
+    """Number of the windows of a text to calibrate on, so that others are left for the report and the choice.
 
     Args:
         windows: of the text, at least 1.
