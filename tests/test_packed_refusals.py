@@ -65,6 +65,15 @@ def test_what_stands_at_two_places_is_neither_packed_nor_held_at_zero(share, cal
     refuse(call, model, TWICE[share])
 
 
+@pytest.mark.fault("one module twice")
+@pytest.mark.parametrize("share", TWICE, ids=lambda share: share.__name__)
+def test_what_stands_at_two_places_is_not_saved(share, tmp_path):
+    model, report = pruned_model()
+    share(model)
+    refuse(lambda model: save_pruned(model, None, report, tmp_path / "out"), model, TWICE[share])
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_hook_of_keep_zeros_is_gone_if_the_masks_cannot_be_applied():
     model = sparse(tiny.llama())
     mask = torch.zeros(48, 4, dtype=torch.uint8, device="meta")

@@ -132,15 +132,20 @@ def test_reloaded_logits_are_bit_equal(tied, dtype, tmp_path):
 
 def test_the_folder_is_a_normal_one_with_card_and_report(tmp_path):
     model, report = pruned_model()
-    save_pruned(model, tiny.tokenizer(), report, tmp_path / "deep" / "out")
+    save_pruned(model, tiny.tokenizer(), report, tmp_path / "deep" / "out", note="Fine-tuned afterwards.")
     out = tmp_path / "deep" / "out"
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     files = {path.name for path in out.iterdir()}
     assert files >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"}
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert Report.load(out) == report
+    assert Report.load(out) == report and report.warnings == ["Fine-tuned afterwards."]
     card = (out / "README.md").read_text()
-    assert "Wanda" in card and "| text.txt | 20.50 | 35.25 | " in card and "from_pretrained" in card
+    assert (
+        "Wanda" in card
+        and report.warnings[0] in card
+        and "| text.txt | 20.50 | 35.25 | " in card
+        and "from_pretrained" in card
+    )
     assert len(card.splitlines()) < 80
 
 
@@ -176,8 +181,8 @@ def test_zeros_that_differ_from_the_report_name_the_matrix_and_leave_nothing(fie
     model, report = pruned_model()
     setattr(report.matrices[1], field, getattr(report.matrices[1], field) + 1)
     with pytest.raises(RuntimeError, match=NAMES[1]):
-        save_pruned(model, None, report, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+        save_pruned(model, None, report, tmp_path / "out", note="fine-tuned")
+    assert not list(tmp_path.iterdir()) and report.warnings == []
 
 
 class RenamingLlama(LlamaForCausalLM):

@@ -55,6 +55,15 @@ def check_plain(model: nn.Module, *, packed: bool = False, several_devices: bool
     _check_tensors(model)
     if not several_devices:
         _check_devices(model)
+    check_shared(model)
+
+
+def check_shared(model: nn.Module) -> None:
+    """Refuses modules of the blocks that stand at two places, and weights that share memory: no file expresses these.
+
+    Raises:
+        UserError: naming both places, and what to do.
+    """
     _check_places(model)
     _check_shared_memory(model)
 
@@ -250,7 +259,7 @@ def _overlapping(model: nn.Module) -> Iterator[list[str]]:
     """Names of tensors of the state dict whose ranges of memory overlap, in groups."""
     by_storage = defaultdict(list)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and tensor.numel():
+        if isinstance(tensor, Tensor) and tensor.numel() and not tensor.is_meta:
             by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append((*_addresses(tensor), name))
     for tensors in by_storage.values():
         group, reached = [], 0

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import PruneConfig, settings_of
@@ -16,6 +17,7 @@ from ..model.arguments import expect_model, expect_type
 from ..model.names import check_names
 from ..model.packed import packed_weights
 from ..model.placement import is_sharded
+from ..model.plain import check_shared
 from ..model.targets import is_multimodal
 from ..notes import warn
 from ..report.card import model_card
@@ -70,8 +72,8 @@ def save_pruned(
 
     Raises:
         UserError: `output` cannot be written (see files.check_output()), the disk becomes full or not writable, or the
-            settings or the tokenizer cannot be saved (see check_savable()); or an argument is of another type, or the
-            model lacks a tensor of its class.
+            settings or the tokenizer cannot be saved (see check_savable()); or an argument is of another type, the
+            model lacks a tensor of its class, or two of its modules or tensors are one.
         RuntimeError: a written matrix does not hold the zeros that the report lists.
 
     Warns:
@@ -80,8 +82,11 @@ def save_pruned(
     """
     expect_model(model)
     expect_type("report", report, Report, "give what prune() returned", needed=True)
+    expect_type("note", note, str, "give one sentence of text")
     expect_path("output", output)
     check_names(model)
+    if not is_sharded(model):  # shard_() has checked it
+        check_shared(model)
     if report.config.get("save") in (None, "dense") and next(packed_weights(model), None) is not None:
         report.config = {**report.config, "save": "packed"}
     form = _format_of(report)
@@ -98,11 +103,13 @@ def save_pruned(
             unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
-        report.warnings += [text for text in [*notes, *([note] if note else [])] if text not in report.warnings]
-        card = model_card(report, multimodal=is_multimodal(model), note=note)
+        new = [text for text in [*notes, *([note] if note else [])] if text not in report.warnings]
+        saved = replace(report, warnings=[*report.warnings, *new])
+        card = model_card(saved, multimodal=is_multimodal(model), note=note)
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
-        (folder / FILE_NAME).write_text(report.to_json(), encoding="utf-8")
+        (folder / FILE_NAME).write_text(saved.to_json(), encoding="utf-8")
         not_found = form.verify(folder, _expected_zeros(report), model=model, slices=_slices(report))
+    report.warnings += new
     for text in notes:
         warn(text)
     if not_found:
