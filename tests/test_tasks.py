@@ -7,6 +7,7 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -101,7 +102,7 @@ def test_accuracy_and_standard_error_are_those_computed_by_hand(task, limit):
 def test_the_result_carries_the_protocol_as_json(task):
     import lm_eval
 
-    results = evaluate_tasks(tiny.llama(), tiny.tokenizer(), [task], batch_size=2, limit=3)
+    results = evaluate_tasks(tiny.llama(), tiny.tokenizer(), [task], batch_size=2, limit=np.int64(3))
     assert json.loads(json.dumps(results)) == results
     assert results.pop("tasks").keys() == {"word_choice"}
     expected = {"version": lm_eval.__version__, "batch_size": 2, "limit": 3, "data_dir": None, "bos": False}
@@ -236,8 +237,9 @@ MISTAKES = {
     "unknown task": (["--tasks", "zeroshot,arc_eazy"], "got 'arc_eazy'"),
     "no task": (["--tasks", ""], "--tasks: expected a value"),
     "file that does not exist": (["--tasks", "nowhere.yaml"], "got 'nowhere.yaml'"),
-    "limit of none": (["--tasks", "rte", "--limit", "0"], "--limit must be at least 1, got 0"),
-    "batch of none": (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+    "limit of none": (["--tasks", "rte", "--limit", "0"], "--limit must be an integer in [1, 1000000000], got 0"),
+    "huge limit": (["--tasks", "rte", "--limit", str(10**30)], "--limit must be an integer in [1, 1000000000], got 10"),
+    "batch of none": (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be an integer in [1, 1000000000]"),
     "data nowhere": (["--tasks", "rte", "--eval-data", "nowhere"], "--eval-data must be a folder of data sets"),
     "text without ppl": (["--tasks", "rte", "--eval", "a.txt"], "--eval is the text of ppl, got --tasks rte"),
     "limit without tasks": (["--limit", "5"], "for the tasks of lm-eval; name some by --tasks"),
@@ -270,3 +272,45 @@ def test_a_broken_task_file_is_one_line(tmp_path, text):
     with pytest.raises(UserError, match="^lm-eval cannot load") as error:
         evaluate_tasks(tiny.llama(), tiny.tokenizer(), [str(path)], progress=False)
     assert "\n" not in str(error.value)
+
+
+@needs_lm_eval
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"tasks": 5}, "--tasks must be a list of texts, got 5"),
+        ({"tasks": ["rte", None]}, "--tasks must be a list of texts, got ('rte', None)"),
+        ({"tasks": []}, "--tasks must name a task, got ()"),
+        ({"tasks": None}, "--tasks must name a task, got None"),
+        ({"limit": "5"}, "--limit must be an integer in [1, 1000000000], got '5'"),
+        ({"limit": 0.5}, "--limit must be an integer in [1, 1000000000], got 0.5"),
+        ({"batch_size": True}, "--batch-size must be an integer in [1, 1000000000], got True"),
+        ({"batch_size": None}, "--batch-size must be an integer in [1, 1000000000], got None"),
+        ({"data_dir": 5}, "data_dir must be a path, got int"),
+        ({"data_dir": "x" * 5000}, "--eval-data must be a folder of data sets"),
+        ({"data_dir": "two\nlines"}, "--eval-data must be a folder of data sets"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_arguments_of_other_types_are_one_line(arguments, message):
+    with pytest.raises(UserError) as error:
+        evaluate_tasks(tiny.llama(), tiny.tokenizer(), **{"tasks": ["rte"], **arguments})
+    assert str(error.value).startswith(message) and "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@needs_lm_eval
+def test_a_tokenizer_with_more_tokens_than_the_model_is_one_line(task):
+    model = tiny.llama(vocab_size=tiny.VOCABULARY // 2)
+    before = repr(vars(model.get_input_embeddings()))
+    with pytest.raises(UserError, match=rf"^token ids must be in \[0, {tiny.VOCABULARY // 2}\), got"):
+        evaluate_tasks(model, tiny.tokenizer(), [task])
+    assert repr(vars(model.get_input_embeddings())) == before
+
+
+@needs_lm_eval
+def test_a_task_that_fails_in_lm_eval_is_one_line(tmp_path, folder, capsys):
+    task = write_task(tmp_path, "no_such_answer", [{"question": "w3", "options": ["w4"], "answer": {}}])
+    assert main(["eval", str(folder / "model"), "--tasks", task]) == 2
+    error = capsys.readouterr().err
+    assert f"fwanda: error: lm-eval cannot run {task}: " in error and "Traceback" not in error

@@ -21,13 +21,16 @@ import torch
 from torch import nn
 
 from ..engine.device import evaluating
-from ..errors import UserError, install_hint, one_line
+from ..errors import UserError, has_control, install_hint, one_line, show
 from ..model.arguments import expect_model, expect_tokenizer
 from ..model.placement import blocks_lie_apart, is_sharded
+from ..setting_checks import check_value, expect_path, plain
 from ..terminal import is_terminal
+from .perplexity import check_ids
 
 ZEROSHOT = ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
 BATCH_SIZE = 8
+_MOST = 1_000_000_000  # examples, and requests in one forward pass
 _MMLU_SHOTS = 5
 _PYTHON_SEED = 0  # this and the next are the defaults of lm-eval
 _NUMPY_SEED = _FEWSHOT_SEED = 1234
@@ -66,25 +69,29 @@ def evaluate_tasks(
         A standard error is None if one example is all there is.
 
     Raises:
-        UserError: the model or the tokenizer is none, lm-eval is not installed, a task is unknown, its data cannot be
-            loaded, or memory runs out.
+        UserError: the model or the tokenizer is none, another argument is not allowed, lm-eval is not installed, a task
+            is unknown, its data cannot be loaded, it fails in lm-eval, the tokenizer has tokens that the model lacks,
+            or memory runs out.
     """
     expect_model(model)
     expect_tokenizer(tokenizer, needed=True)
-    check_place(model, tasks)
+    tasks, batch_size, limit = plain(tasks, list), plain(batch_size, int), plain(limit, int)
     check_tasks(tasks, batch_size=batch_size, limit=limit, data_dir=data_dir)
+    check_place(model, tasks)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
     expanded = [name for task in tasks for name in (ZEROSHOT if task == "zeroshot" else (task,))]
     names = list(dict.fromkeys(name for name in expanded if name != "mmlu"))
     with evaluating(model), _seeded(), _quiet(progress), _data_sets(data_dir):
-        loaded = [_load(names), _load(["mmlu"] if "mmlu" in tasks else [], shots=_MMLU_SHOTS)]
+        parts = names, ["mmlu"] if "mmlu" in tasks else []
+        loaded = [_load(parts[0]), _load(parts[1], shots=_MMLU_SHOTS)]
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         bos = tokenizer.bos_token_id is not None and lm.tok_encode("a")[:1] == [tokenizer.bos_token_id]
         results: dict = {"version": lm_eval.__version__, "batch_size": batch_size, "limit": limit}
         results |= {"data_dir": None if data_dir is None else str(data_dir), "bos": bos}
-        results["tasks"], mmlu = (_run(lm, part, limit) for part in loaded)
+        with _ids_checked(model):
+            results["tasks"], mmlu = (_run(lm, *part, limit) for part in zip(parts, loaded, strict=True))
     if "zeroshot" in tasks:
         results["zeroshot"] = mean_accuracy([results["tasks"][name] for name in ZEROSHOT])
     if mmlu:
@@ -115,10 +122,17 @@ def check_tasks(
         UserError: as for evaluate_tasks().
     """
     for flag, number in (("--batch-size", batch_size), ("--limit", 1 if limit is None else limit)):
-        if number < 1:
-            raise UserError(f"{flag} must be at least 1, got {number}")
-    if data_dir is not None and not Path(data_dir).is_dir():
-        raise UserError(f"--eval-data must be a folder of data sets, got {data_dir}")
+        if type(number) is not int or not 1 <= number <= _MOST:
+            raise UserError(f"{flag} must be an integer in [1, {_MOST}], got {show(number)}")
+    check_value("tasks", plain(tasks, list), kind=list, choices=None)
+    if not tasks:
+        raise UserError(f"--tasks must name a task, got {show(tasks)}; for example zeroshot")
+    if data_dir is not None:
+        expect_path("data_dir", data_dir)
+        if has_control(str(data_dir)) or not os.path.isdir(data_dir):
+            raise UserError(
+                f"--eval-data must be a folder of data sets, with a printable name, got {show(str(data_dir))}"
+            )
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--tasks {','.join(tasks)} needs lm-eval; {install_hint('lm-eval>=0.4.13')}")
     for name in tasks:
@@ -155,7 +169,7 @@ def _load(names: list[str], shots: int | None = None) -> dict:
     return loaded
 
 
-def _run(lm: Any, loaded: dict, limit: int | None) -> dict[str, dict]:
+def _run(lm: Any, names: list[str], loaded: dict, limit: int | None) -> dict[str, dict]:
     """Run loaded tasks: name of each task and group -> its result."""
     from lm_eval import evaluate
 
@@ -163,9 +177,13 @@ def _run(lm: Any, loaded: dict, limit: int | None) -> dict[str, dict]:
         return {}
     try:
         output = evaluate(lm, loaded, limit=limit, log_samples=False)
+        return {name: _result(name, metrics, output, loaded) for name, metrics in output["results"].items()}
+    except UserError:
+        raise
     except torch.OutOfMemoryError as error:
         raise UserError(f"the tasks do not fit the memory of {lm.device}; use a smaller --batch-size") from error
-    return {name: _result(name, metrics, output, loaded) for name, metrics in output["results"].items()}
+    except Exception as error:  # lm-eval and the code of a task raise any kind of error
+        raise UserError(f"lm-eval cannot run {', '.join(names)}: {one_line(error)}") from error
 
 
 def _result(name: str, metrics: dict, output: dict, loaded: dict) -> dict:
@@ -199,6 +217,17 @@ def mean_accuracy(results: list[dict]) -> dict:
         "acc": sum(result["acc"] for result in results) / len(results),
         "acc_stderr": math.sqrt(sum(error**2 for error in errors)) / len(results) if known else None,
     }
+
+
+@contextmanager
+def _ids_checked(model: nn.Module) -> Iterator[None]:
+    """Inside the block, refuse token ids beyond the vocabulary before the model looks them up."""
+
+    def check(_embedding, args, kwargs):
+        check_ids(model, [*args, *kwargs.values()][0])
+
+    with model.get_input_embeddings().register_forward_pre_hook(check, with_kwargs=True):
+        yield
 
 
 @contextmanager

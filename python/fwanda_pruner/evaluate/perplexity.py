@@ -157,6 +157,15 @@ def check_tokens(model: nn.Module, tokens: Tensor) -> None:
     if floating or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         got = f"{list(tokens.shape)} {str(tokens.dtype).removeprefix('torch.')}"
         raise UserError(f"tokens must be integer [S >= 1, L >= 2], got {got}")
+    check_ids(model, tokens)
+
+
+def check_ids(model: nn.Module, tokens: Tensor) -> None:
+    """Refuses token ids, integers of any shape, that are beyond the vocabulary of the model.
+
+    Raises:
+        UserError: saying what was got.
+    """
     vocab_size = model.get_input_embeddings().weight.shape[0]
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(
