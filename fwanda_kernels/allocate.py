@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import as_count, expect_dense, expect_lists, expect_number
+from ._checks import as_count, expect_bad, expect_dense, expect_lists, expect_number
 
 _SMALLEST = 2.0**-900  # a smaller share of the largest signal counts as 0
 _EXACT_INTEGERS = 2**53
@@ -70,6 +70,7 @@ def allocate_budgets(
     expect_lists(op, vs=vs, totals=totals, k_max=k_max)
     for i, v in enumerate(vs):
         expect_dense(op, f"vs[{i}]", v)
+    expect_bad(op, bad, vs[0])
     sizes = [v.numel() for v in vs]
     k_min = as_count(op, "k_min", k_min)
     totals = [as_count(op, f"totals[{i}]", total) for i, total in enumerate(totals)]
@@ -138,11 +139,11 @@ def global_row_scales(
                 f"global_row_scales: entry {i} must be a weight [R, C], an omega [R] and a norm [C], "
                 f"got {list(weight.shape)}, {list(omega.shape)} and {list(norm.shape)}"
             )
-    b, c = row_exponent, layer_exponent
-    given = {"row_exponent": b, "layer_exponent": c} | ({} if mean_omega is None else {"mean_omega": mean_omega})
-    for name, value in given.items():
+    given = {"row_exponent": row_exponent, "layer_exponent": layer_exponent}
+    for name, value in (given | ({} if mean_omega is None else {"mean_omega": mean_omega})).items():
         expect_number("global_row_scales", name, value, "a finite number")
-    mean = float(torch.cat([omega.double() for omega in omegas]).mean()) if mean_omega is None else mean_omega
+    b, c = row_exponent * 1.0, layer_exponent * 1.0  # torch takes no integer beyond 64 bits
+    mean = float(torch.cat([omega.double() for omega in omegas]).mean()) if mean_omega is None else mean_omega * 1.0
     if not 0 < mean < float("inf"):
         raise ValueError(f"global_row_scales: the mean of omega must be finite and > 0, got {mean}")
     scales = []

@@ -301,6 +301,21 @@ def test_a_sparsity_of_a_billion_digits_is_refused_at_once(sparsity):
 
 
 @pytest.mark.fault("huge number")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda n: fk.obs_factor(torch.eye(4), n)[0],
+        lambda n: fk.obs_prune_(torch.ones(2, 4), torch.eye(4), sparsity=0.5, damping=n),
+        lambda n: fk.global_row_scales([torch.ones(2, 4)], [torch.ones(2)], [torch.ones(4)], row_exponent=n)[0],
+        lambda n: fk.global_row_scales([torch.ones(2, 4)], [torch.ones(2)], [torch.ones(4)], layer_exponent=n)[0],
+        lambda n: fk.global_row_scales([torch.ones(2, 4)], [torch.ones(2)], [torch.ones(4)], mean_omega=n)[0],
+    ],
+)
+def test_an_integer_beyond_64_bits_counts_as_its_float(call):
+    torch.testing.assert_close(call(10**30), call(1e30), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.fault("huge number")
 @pytest.mark.parametrize("value", [10**30, 10**5000, -(10**5000)], ids=["30", "5000", "-5000"])
 @pytest.mark.parametrize(
     "call",

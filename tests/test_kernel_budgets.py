@@ -226,6 +226,12 @@ def test_bad_collects_the_code_instead_of_raising(value, code):
     assert bad.tolist() == [4 | code]
 
 
+@pytest.mark.parametrize("bad", [5, torch.zeros(1), torch.zeros(2, dtype=torch.int32)], ids=str)
+def test_a_wrong_bad_is_one_line(bad):
+    with pytest.raises(ValueError, match=r"^allocate_budgets: bad must be .*$"):
+        fk.allocate_row_budgets(ONE, 4, k_max=4, bad=bad)
+
+
 # row scales of the global allocation
 
 

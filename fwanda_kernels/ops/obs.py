@@ -132,7 +132,7 @@ def obs_factor(hessian: Tensor, damping: float = 0.01) -> tuple[Tensor, Tensor]:
     checks.expect_number("obs_factor", "damping", damping, "> 0")
     if not damping > 0:
         raise ValueError(f"obs_factor: damping must be > 0, got {damping}")
-    return _obs_factor(hessian, damping)
+    return _obs_factor(hessian, damping * 1.0)  # torch takes no integer beyond 64 bits
 
 
 # pruning
@@ -310,4 +310,4 @@ def obs_prune_(
     if block < 1 or not damping > 0:
         raise ValueError(f"{op}: block must be >= 1 and damping > 0, got block={block} and damping={damping}")
     block = min(block, max(cols, 1))
-    _obs_prune_(weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping)
+    _obs_prune_(weight, hessian, factor, sparsity, keep, mask, pattern, row_weight, block, damping * 1.0)
