@@ -276,6 +276,12 @@ def test_a_broken_config_is_refused(folder):
         refusal(folder)
 
 
+@pytest.mark.parametrize("text", ["null", "[]", "3\n", '"a\\nb"'])
+def test_a_generation_config_that_is_no_object_is_named(text, folder):
+    (folder / "generation_config.json").write_text(text)
+    assert f"generation_config.json must be a JSON object, got {text.strip()}; " in refusal(folder)
+
+
 @pytest.mark.fault("quantised")
 def test_a_file_that_is_not_of_the_model_does_not_make_it_quantised(folder):
     save_file({"scores.weight": torch.ones(4, dtype=torch.int8)}, folder / "index.safetensors")

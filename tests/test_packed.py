@@ -267,9 +267,14 @@ UP = "model.layers.0.mlp.up_proj.weight"
         (lambda f: change(f, UP, of_version_2), "got version 2"),
         (lambda f: change(f, UP, lambda t: t[:-16]), UP),
         (lambda f: change(f, UP, lambda t: torch.zeros(48, 32)), UP),
+        (
+            lambda f: change(f, UP, lambda t: t.float()),
+            f"{UP} must be stored as U8, got 'F32'; write the packed folder",
+        ),
+        (lambda f: change(f, UP, lambda t: t.char()), "write the packed folder again"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:9000]), ""),
     ],
-    ids=["altered", "version", "truncated tensor", "dense tensor", "truncated file"],
+    ids=["altered", "version", "truncated tensor", "dense tensor", "float32", "int8", "truncated file"],
 )
 def test_broken_packed_files_are_one_line_and_nothing_is_loaded(break_it, message, load, folder):
     break_it(folder)

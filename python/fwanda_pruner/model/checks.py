@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ..errors import UserError, is_lost_connection, show
+from ..errors import UserError, is_lost_connection, shortened, show
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -66,6 +66,38 @@ def check_stored_types(files: Iterable[Path], name: str) -> None:
                     f"model {name!r} is quantised ({tensor} is stored as {stored['dtype']}): "
                     "pruning needs floating-point weights; use the original checkpoint"
                 )
+
+
+def check_packed_types(files: Iterable[Path], names: Iterable[str], name: str) -> None:
+    """Refuse packed weights that the files hold in another dtype than uint8: transformers casts them silently.
+
+    Args:
+        files: the safetensors files of the model.
+        names: of the packed weights.
+        name: of the model.
+    """
+    packed = set(names)
+    for file in files:
+        for tensor, stored in _header(file, name).items():
+            if tensor in packed and stored.get("dtype") != "U8":
+                raise UserError(
+                    f"model {name!r}: packed weight {tensor} must be stored as U8, got {show(stored.get('dtype'))}; "
+                    "write the packed folder again"
+                )
+
+
+def check_generation_config(folder: Path, name: str) -> None:
+    """Refuse a generation_config.json that is JSON but no object; transformers names neither the file nor the fault."""
+    try:
+        text = (folder / "generation_config.json").read_text(encoding="utf-8")
+        settings = json.loads(text)
+    except (OSError, ValueError, RecursionError):  # there is none, or transformers refuses it
+        return
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"model {name!r}: generation_config.json must be a JSON object, got {shortened(text.strip())}; take that "
+            f"of the original model, or remove the file"
+        )
 
 
 def auto_class(config, name: str, trust_remote_code: bool = False) -> type:

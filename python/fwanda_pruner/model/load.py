@@ -17,7 +17,16 @@ from ..config import DTYPES
 from ..errors import UserError, has_control, show
 from ..register_packed import METHOD
 from .busy import warn_if_busy
-from .checks import auto_class, check_loaded, check_quantization, check_stored_types, loading_errors, weight_files
+from .checks import (
+    auto_class,
+    check_generation_config,
+    check_loaded,
+    check_packed_types,
+    check_quantization,
+    check_stored_types,
+    loading_errors,
+    weight_files,
+)
 from .file_stamps import FileStamps
 from .hub import hub_options
 from .pack import unpack_
@@ -237,6 +246,8 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     """The model on the CPU, or as read_shares() reads it; and its tokenizer."""
     folder = _folder(name)
     files = weight_files(folder, name, allow_pickle=allow_pickle) if folder else []
+    if folder:
+        check_generation_config(folder, name)
     options = {} if folder else hub_options(name)
     adapter_options = dict(options)  # where peft is installed, transformers also looks for an adapter
     options["trust_remote_code"] = trust_remote_code
@@ -258,9 +269,13 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
             adapter_kwargs=adapter_options,
             **options,
         )
-        if not folder and not packed:
+        if not folder:
             snapshot = Path(cached_file(name, "config.json", local_files_only=True)).parent
-            check_stored_types(weight_files(snapshot, name, allow_pickle=allow_pickle), name)
+            files = weight_files(snapshot, name, allow_pickle=allow_pickle)
+        if packed:
+            check_packed_types(files, [key for key, _, _ in packed_weights(model)], name)
+        elif not folder:
+            check_stored_types(files, name)
     check_loaded(model, info, name)
     if lacks_tokenizer(name):
         return model, None
