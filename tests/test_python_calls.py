@@ -147,6 +147,16 @@ def test_paths_of_other_types_are_one_line_that_names_the_argument(value):
 
 
 @pytest.mark.fault("odd calls")
+@pytest.mark.parametrize(
+    "folder", ["x" * 5000, "y/" * 3000, "a\nb", "a\0b"], ids=["long name", "long path", "line", "nul"]
+)
+def test_masks_of_a_path_that_no_folder_has_are_one_line(folder):
+    with pytest.raises(UserError, match="holds no masks.safetensors; write it by fwanda prune") as error:
+        load_masks(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 200
+
+
+@pytest.mark.fault("odd calls")
 def test_settings_and_records_of_other_types_are_one_line(tmp_path):
     model, report = tiny.llama(), tiny.prune(tiny.llama(), method="magnitude")
     for call, message in [
@@ -154,6 +164,7 @@ def test_settings_and_records_of_other_types_are_one_line(tmp_path):
         (lambda: Report.from_dict(None), ""),
         (lambda: save_pruned(model, None, {}, tmp_path / "out"), "report must be a Report, got dict"),
         (lambda: save_pruned("model", None, report, tmp_path / "out"), "model must be .* got the name 'model'"),
+        (lambda: save_pruned(model, None, report, tmp_path / "out", note=5), "note must be a str, got int"),
     ]:
         with pytest.raises(UserError, match=message) as error:
             call()

@@ -1,5 +1,6 @@
 """The dense format, with the masks of the pruned model beside it in `masks.safetensors`: one bit per weight."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fwanda_kernels import pack_mask
 
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, shortened
 from ..model.load import load_model
 from ..model.packed import expect_dense
 from ..model.targets import find_targets
@@ -74,16 +75,17 @@ def load_masks(folder: str | Path) -> dict[str, Tensor]:
     """
     expect_path("folder", folder)
     file = Path(folder, FILE_NAME)
-    if not file.is_file():
-        raise UserError(f"{folder} holds no {FILE_NAME}; write it by fwanda prune ... --save masks")
+    if not os.path.isfile(file):  # False also for a path that no file system takes
+        raise UserError(f"{shortened(str(folder))} holds no {FILE_NAME}; write it by fwanda prune ... --save masks")
     try:
         with safe_open(file, framework="pt") as tensors:
             masks = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
+        raise UserError(f"{shortened(str(file))}: cannot be read: {one_line(error)}") from error
     for name, mask in masks.items():
         if mask.dtype != torch.uint8 or mask.dim() != 2:
             raise UserError(
-                f"{file}: {name} must be [R, ceil(C/8)] uint8, got {list(mask.shape)} {mask.dtype}; it is another file"
+                f"{shortened(str(file))}: {name} must be [R, ceil(C/8)] uint8, got {list(mask.shape)} {mask.dtype}; it "
+                f"is another file"
             )
     return masks
