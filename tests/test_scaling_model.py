@@ -60,7 +60,7 @@ def test_both_cards_both_sizes_and_both_stages_are_compared():
     [
         ("prune-llama-2-7b-fwanda-row-0.5-128x2048-bfloat16-compile-on-nvidia-h200-2026-11-28.json", 128),
         ("prune-llama-2-13b-fwanda-row-0.5-128x2048-bfloat16-compile-on-nvidia-h200-2026-11-28.json", 128),
-        ("prune-llama-2-7b-fwanda-auto-0.5-128x2048-bfloat16-nvidia-h200-2026-11-29.json", 32),
+        ("prune-llama-2-7b-fwanda-auto-0.5-128x2048-bfloat16-fisher-samples-96-nvidia-h200-2026-11-29.json", 96),
         ("prune-llama-2-7b-wanda-uniform-0.5-128x2048-bfloat16-compile-on-nvidia-h200-2026-11-28.json", 0),
     ],
 )
