@@ -163,9 +163,9 @@ def respond(
         state = following
         if state.losses is not None:
             judged[index + 1] = replace(state, masks=None)
-    best = min(judged.values(), key=lambda round: judge.rank(round.losses), default=None)
+    best = min(judged.values(), key=lambda state: judge.rank(state.losses), default=None)
     better = best is not None and judge.rank(best.losses) < judge.rank(start_losses)
-    return best.scales if better else None, {f"round {number}": round.losses for number, round in judged.items()}
+    return best.scales if better else None, {f"round {number}": found.losses for number, found in judged.items()}
 
 
 def round_count(config: PruneConfig) -> int:
