@@ -194,6 +194,16 @@ class Sums:
         if self.g2.device != output.device:
             self.g2 = self.g2.to(output.device)
 
+    def reset(self, shared: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Start again from zero, with new tensors.
+
+        Args:
+            shared: id of a former `compiled` -> what replaces it, so that modules still share theirs.
+        """
+        self.x2, self.g2, self.n_tokens = torch.zeros_like(self.x2), torch.zeros_like(self.g2), 0
+        x2, tokens = self.compiled
+        self.compiled = shared.setdefault(id(tokens), (torch.zeros_like(x2), torch.zeros_like(tokens)))
+
     def total(self) -> LayerStatistics:
         x2, tokens = self.compiled
         return LayerStatistics(self.x2 + x2, self.g2, self.n_tokens + int(tokens))

@@ -127,6 +127,19 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             hook.put(attribute, self._sums.get(name))
             self._hooks.append(hook)
 
+    def reset(self) -> None:
+        """Start all sums again from zero. Tensors that were handed out keep their values.
+
+        Modules that were called uncompiled before need no such call again: it is still known which share an input.
+        """
+        with self._lock:
+            self._last_input.clear()
+            self._pending.discard()
+            self._initial.clear()
+            shared: dict[int, tuple[Tensor, Tensor]] = {}
+            for sums in self._sums.values():
+                sums.reset(shared)
+
     def stop(self) -> None:
         """Remove the hooks; the sums stay."""
         for hook in self._hooks:

@@ -4,15 +4,20 @@ import measuring
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from measuring import MODELS, assert_close, engine_of, measure, sums_of
 from torch import nn
 
 import fwanda_pruner
 from fwanda_pruner.engine import loop
+from fwanda_pruner.engine.loop import PassSettings
+from fwanda_pruner.engine.ranks import GROUPS, Ranks
+from fwanda_pruner.engine.resident import ResidentEngine
 from fwanda_pruner.engine.sums import Sums
 from fwanda_pruner.errors import UserError
+from fwanda_pruner.measure.statistics import measure_statistics
 from fwanda_pruner.measure.sums import StatisticsSums
-from fwanda_pruner.model.targets import find_blocks
+from fwanda_pruner.model.targets import find_blocks, find_targets
 
 SAMPLES, LENGTH = 7, 24
 
@@ -120,6 +125,29 @@ def test_compiled_blocks_that_hide_inputs_are_noticed(how, monkeypatch, quick_co
     with pytest.warns(UserWarning, match="going on without: compiled blocks do not show"):
         other = measure(model, tokens)
     assert_close(other, sums_of(one), SAMPLES * LENGTH)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone: the windows form several groups."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_only_the_first_of_several_groups_has_an_uncompiled_pass(one_rank, quick_compile):
+    tokens, model = tiny.tokens(SAMPLES * GROUPS, LENGTH), tiny.llama()
+    one, uncompiled = measure(tiny.llama(), tokens), []
+
+    def hook(_block, args):
+        if not torch.compiler.is_compiling():
+            uncompiled.append(len(args[0]))
+
+    model.model.layers[0].register_forward_pre_hook(hook)
+    engine = ResidentEngine(model, find_targets(model)[0], PassSettings(1, "on"), progress=False, ranks=Ranks.current())
+    found = measure_statistics(engine, tokens)
+    assert found.passes["compiled"] and uncompiled == [1]
+    assert_close(found, sums_of(one), SAMPLES * GROUPS * LENGTH)
 
 
 def test_compiled_calls_without_hooks_are_not_mistaken_for_those_with(quick_compile):

@@ -282,6 +282,34 @@ def test_start_and_stop_collect_as_the_block_does_and_may_be_repeated():
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_reset_starts_again_from_zero_and_leaves_what_was_read():
+    model, ids = tiny()
+    expected = expected_statistics(model, lambda: loss_of(model(ids), ids).backward())
+    stats = fk.collect_statistics(linears(model))
+    before = {}
+    for _ in range(2):
+        stats.reset()
+        assert all(layer.n_tokens == 0 and not layer.x2.any() and not layer.g2.any() for layer in stats.values())
+        with stats:
+            loss_of(model(ids), ids).backward()
+        assert_statistics(stats, expected)
+        assert_statistics(before or stats, expected)
+        before = dict(stats)
+
+
+def test_compiled_code_is_measured_at_once_after_a_reset():
+    """Modules with one input still share it: it is reduced once for q, k and v."""
+    model, ids = tiny()
+    expected = expected_statistics(model, lambda: loss_of(model(ids), ids).backward())
+    stats = fk.collect_statistics(linears(model))
+    with stats:
+        model(ids)
+    stats.reset()
+    with stats:
+        loss_of(torch.compile(model, backend="aot_eager")(ids), ids).backward()
+    assert_statistics(stats, expected)
+
+
 def test_unseen_names_the_modules_that_were_never_called():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     with torch.no_grad(), fk.collect_statistics({"first": first, "second": second}) as stats:

@@ -185,7 +185,7 @@ def calibration(card: Card, shape: Shape, engine: Engine, text: Text) -> Cost:
             continue
         own = busiest(windows, engine.ranks)
         size = micro_batch(card, shape, engine, text.length, backward, own)
-        first = _groups(windows, engine.ranks) if engine.compiled else 0
+        first = int(engine.compiled)  # it runs uncompiled, and its blocks again when it goes back
         plain = replace(engine, compiled=False, checkpointing=True)
         for how, many, count in ((engine, size, own - first), (plain, 1, first)):
             one = pass_seconds(card, shape, how, many, text.length, backward)
@@ -212,12 +212,7 @@ def _together(engine: Engine, parts: dict[str, float]) -> float:
 def busiest(windows: int, ranks: int) -> int:
     """Windows of the rank that has most, as Ranks.groups() divides them."""
     groups = min(GROUPS, windows)
-    return windows if ranks == 1 else min(windows, _groups(windows, ranks) * math.ceil(windows / groups))
-
-
-def _groups(windows: int, ranks: int) -> int:
-    """Groups of windows of a rank. The first window of each runs uncompiled, and its blocks again when it goes back."""
-    return 1 if ranks == 1 else math.ceil(min(GROUPS, windows) / ranks)
+    return windows if ranks == 1 else min(windows, math.ceil(groups / ranks) * math.ceil(windows / groups))
 
 
 def micro_batch(card: Card, shape: Shape, engine: Engine, length: int, backward: bool, most: int) -> int:

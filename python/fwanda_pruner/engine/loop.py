@@ -211,6 +211,7 @@ class _Loop:
         self._total = sum(len(group.windows) for group in groups)
         self._compile = _compile_setting(sums, settings)
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of passes, by whether they are compiled
+        self._counts: dict[str, int] = {}  # how often each module sees each token, from uncompiled passes
 
     def run(self, group: range) -> None:
         """Runs a group and adds it to the sums."""
@@ -266,11 +267,14 @@ class _Loop:
     def _passes(self, group: range, done: int, grow: bool) -> Iterator[int]:
         """Runs the windows of a group from `done` on; yields the size of each pass.
 
-        The first pass is not compiled: it shows how much memory a window takes, and which modules share an input.
+        The first pass is not compiled: it shows how much memory a window takes, and which modules share an input. Later
+        groups, whose sums know that already, are compiled from their first pass on.
         """
         windows, record = self._windows, self.record
         base = _reset_peak(windows.device) if grow else 0
-        if done < group.stop:
+        compiled = CompiledBlocks(windows.compiled_modules, self._sums.modules)
+        compiling = record.compiled and self._sums.knows_inputs
+        if not compiling and done < group.stop:
             size = 1 if grow else min(record.micro_batch, group.stop - done)
             with _checkpointed(windows, record.checkpointing or self._compile == "on"):  # uncompiled ones are larger
                 windows.run(done, size)
@@ -278,7 +282,6 @@ class _Loop:
             yield size
         if grow:
             record.micro_batch = min(_largest_micro_batch(windows, base), group.stop - done or 1)
-        compiled, compiling, counts = CompiledBlocks(windows.compiled_modules, self._sums.modules), False, {}
         with _checkpointed(windows, record.checkpointing):
             while done < group.stop:
                 size = min(record.micro_batch, group.stop - done)
@@ -287,7 +290,7 @@ class _Loop:
                 begin = record.compiled or _should_compile(windows, self._compile, self._seconds[False], passes)
                 if begin and not compiling:
                     compiling = record.compiled = True
-                    counts = _whole_counts(self._sums, (done - group.start) * windows.length)
+                    self._counts = _whole_counts(self._sums, (done - group.start) * windows.length)
                 on = compiling and whole
                 wanted = whole and self._compile != "off"
                 with compiled.on(on), _timed(windows.device, self._seconds[on], wanted):
@@ -296,7 +299,7 @@ class _Loop:
                 yield size
                 if self._unfinished is not None and (done == group.stop or self._unfinished.due()):
                     self._save(done)
-        if compiling and not counts.items() <= _whole_counts(self._sums, len(group) * windows.length).items():
+        if compiling and not self._counts.items() <= _whole_counts(self._sums, len(group) * windows.length).items():
             raise CompileError("compiled blocks do not show all inputs of their modules")
         if len(self._seconds[True]) > 1:
             record.compile_seconds = max(0.0, self._seconds[True][0] - self._seconds[True][1])

@@ -17,11 +17,14 @@ class Sums:
     Attributes:
         modules: the modules that the hooks watch.
         uncompiled: what cannot be measured in blocks that torch.compile has compiled; None: the hooks work there too.
+        knows_inputs: whether compiled blocks may run right after entering. Otherwise an uncompiled pass must first show
+            which modules share an input.
         owners: name -> the only rank that has the tensor after the loop, for tensors that cost() gives a cost.
     """
 
     modules: Sequence[nn.Module] = ()
     uncompiled: str | None = None
+    knows_inputs = False
 
     def __init__(self):
         self._totals: dict[str, Tensor] = {}

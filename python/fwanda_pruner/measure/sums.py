@@ -28,20 +28,28 @@ class StatisticsSums(Sums):
         super().__init__()
         self._named, self.modules = dict(modules), tuple(modules.values())
         self._collector: fk.collect_statistics | None = None
+        self._entered = False
 
     def __enter__(self) -> StatisticsSums:
-        self._collector = fk.collect_statistics(self._named, layers_of(self._totals))
+        self.knows_inputs = self._collector is not None and not self._totals
+        if self.knows_inputs:
+            self._collector.reset()
+        else:
+            self._collector = fk.collect_statistics(self._named, layers_of(self._totals))
         self._collector.start()
+        self._entered = True
         return self
 
     def __exit__(self, kind, *exception) -> None:
         self._collector.__exit__(kind, *exception)
         if kind is None:
             self._totals = self.tensors()
-        self._collector = None
+        else:
+            self._collector = None
+        self._entered = False
 
     def tensors(self) -> dict[str, Tensor]:
-        if self._collector is None:
+        if not self._entered:
             return dict(self._totals)
         tensors = {}
         for name, layer in self._collector.items():
@@ -79,7 +87,7 @@ class SignedStatisticsSums(StatisticsSums):
         super().__exit__(*exception)
 
     def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | (self._g1 if self._collector is not None else {})
+        return super().tensors() | (self._g1 if self._entered else {})
 
     def _add(self, name: str, _call: int, gradient: Tensor) -> None:
         total = gradient.flatten(0, -2).sum(0, dtype=torch.float64)
