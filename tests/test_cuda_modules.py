@@ -22,7 +22,8 @@ except compiling["CompileError"] as error:
 
 MODULES = compiling["MODULES"]
 # Bytes that a thread of these kernels spills at most, on some architecture and with some NVRTC; all others spill none.
-# Not for bf16 rows on Hopper and data-center Blackwell. Elsewhere it is at most 4 of the 210 instructions of a round of
+# Row selection of bf16 spills none on Hopper, and at most 8 in wide variants there and on data-center Blackwell (NVRTC
+# 13.0; none with 13.5). Elsewhere it is at most 4 of the 210 instructions of a round of
 # row selection (unaligned or fp32), and 0.5 % of the loops of the others.
 SPILLS = {
     "row_topk": 56,
@@ -55,7 +56,9 @@ def test_nvrtc_compiles_every_module_for_every_architecture(module, arch, tmp_pa
     for kernel, usage in used.items():
         allowed = max([size for name, size in SPILLS.items() if kernel.startswith(name)], default=0)
         rows = variant.rpartition("-")[0] if family == "select" else None
-        if (rows == "bf16" and arch < 120) or (rows == "bf16-wide" and arch == 90):
+        if (rows == "bf16" and arch == 100) or (rows == "bf16-wide" and arch == 90):
+            allowed = 8
+        if rows == "bf16" and arch == 90:
             allowed = 0
         # row selection runs up to 1,024 threads in a block, or 896 with fp32 on sm_120 and in wide variants
         roomy = "-wide-" in variant or (variant.startswith("fp32") and arch == 120)
@@ -240,7 +243,7 @@ def plans(backend) -> dict[str, list]:
     return {
         "mask": select.plan_one(weight, (64, 256, 256), scales[0], keeps[0], bad, mask),
         "prune": select.plan_one(weight, (64, 256, 256), scales[0], keeps[0], bad, None),
-        "prune list": select.plan_list(weights, select.sizes_of(weights), scales, keeps, bad),
+        "prune list": select.plan_list(weights, sizes_of(weights), scales, keeps, bad),
         "prune unaligned": select.plan_one(narrow, (64, 252, 256), scales[0][1:253], keeps[0], bad, None),
         "sums": stats.plan(accs[:1], [weight], None, scratch),
         "masked sums": stats.plan(accs, [weight, narrow], tokens, scratch),
@@ -256,11 +259,16 @@ def plans(backend) -> dict[str, list]:
     }
 
 
+def sizes_of(weights: list) -> list[tuple[int, int, int]]:
+    """(rows, columns, row stride) of each, as the backend finds them for tensors on a GPU."""
+    return [(*weight.shape, weight.stride(0)) for weight in weights]
+
+
 def threshold_plan(backend, weights: list, total: int) -> list:
     threshold = backend.threshold
     rows, cols = ([make_scale(w.shape[i]) for w in weights] for i in (0, 1))
     counts = [torch.empty(sum(w.shape[0] for w in weights), dtype=torch.int32) for _ in range(2)]
-    bad, sizes = torch.zeros(1, dtype=torch.int32), backend.dense_sizes(weights)
+    bad, sizes = torch.zeros(1, dtype=torch.int32), sizes_of(weights)
     search = threshold.Search(weights, sizes, rows, cols, total, *counts, bad)
     return list(search.plan(132))
 
@@ -303,7 +311,7 @@ def test_a_list_of_rows_takes_a_launch_for_each_number_of_threads(backend):
     weights = [make_weight(r, c, torch.bfloat16) for r, c in ((3, 64), (2, 6000), (4, 2048), (1, 2056), (0, 64))]
     scales, keeps = [make_scale(w.shape[1]) for w in weights], [make_keep(*w.shape) for w in weights]
     bad = torch.zeros(5, dtype=torch.int32)
-    wide, middle, narrow = select.plan_list(weights, select.sizes_of(weights), scales, keeps, bad)
+    wide, middle, narrow = select.plan_list(weights, sizes_of(weights), scales, keeps, bad)
     assert (wide.kernel, wide.blocks, wide.threads, wide.shared) == ("row_topk_prune", 2, 96, 512 + 12000)
     assert (middle.kernel, middle.blocks, middle.threads) == ("row_topk_prune", 1, 64)
     assert (narrow.kernel, narrow.blocks, narrow.threads) == ("row_topk_prune_list", 7, 32)
@@ -333,7 +341,7 @@ def test_rows_that_two_warps_can_take_alone_use_a_wide_variant(backend, dtype, c
     (one,) = select.plan_one(weight, (2, cols, cols), scales[0], keeps[0], bad, None)
     assert (one.module, one.threads, one.blocks) == (("select", f"{variant}-prune"), threads, 2)
     weights = [other, weight]
-    launches = select.plan_list(weights, select.sizes_of(weights), scales[::-1], keeps[::-1], bad)
+    launches = select.plan_list(weights, sizes_of(weights), scales[::-1], keeps[::-1], bad)
     assert sum(launch.blocks for launch in launches) == 5
     if cols != 4096:
         modules = [f"{variant}-prune", f"{variant.removesuffix('-wide')}-prune"]

@@ -399,7 +399,8 @@ def test_an_attention_whose_package_is_missing_is_one_line(folder):
 def test_architectures_that_are_no_names_are_one_line(folder, value):
     edit_config(folder, architectures=value)
     line = refusal(folder)
-    assert "architectures in config.json must be a list of class names, got " in line and repr(value) in line
+    assert line.startswith(f"model {str(folder)!r}")
+    assert "architectures" in line and str(value) in line  # transformers 5.17 refuses them itself, in words of its own
 
 
 @pytest.mark.fault("odd config")

@@ -211,6 +211,7 @@ class _Loop:
         self._total = sum(len(group.windows) for group in groups)
         self._compile = _compile_setting(sums, settings)
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of passes, by whether they are compiled
+        self._compiled = CompiledBlocks(windows.compiled_modules, sums.modules)  # wrapping them anew takes 0.2 s on a 7B
         self._counts: dict[str, int] = {}  # how often each module sees each token, from uncompiled passes
 
     def run(self, group: range) -> None:
@@ -272,7 +273,6 @@ class _Loop:
         """
         windows, record = self._windows, self.record
         base = _reset_peak(windows.device) if grow else 0
-        compiled = CompiledBlocks(windows.compiled_modules, self._sums.modules)
         compiling = record.compiled and self._sums.knows_inputs
         if not compiling and done < group.stop:
             size = 1 if grow else min(record.micro_batch, group.stop - done)
@@ -293,7 +293,7 @@ class _Loop:
                     self._counts = _whole_counts(self._sums, (done - group.start) * windows.length)
                 on = compiling and whole
                 wanted = whole and self._compile != "off"
-                with compiled.on(on), _timed(windows.device, self._seconds[on], wanted):
+                with self._compiled.on(on), _timed(windows.device, self._seconds[on], wanted):
                     windows.run(done, size)
                 done += size
                 yield size
