@@ -14,7 +14,8 @@ from fwanda_pruner import pack_, prune
 from fwanda_pruner.model.packed import PackedLinear
 
 pytestmark = pytest.mark.fault("autocast")
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
 dtypes = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 targets = pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=["to bf16", "to fp16"])
 
