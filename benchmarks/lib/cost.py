@@ -29,7 +29,7 @@ _LOGITS = (1 << 24) * 12  # bytes of the slice of logits that exists at once, wi
 _OBS_TOKENS = 8192  # tokens in a call of a block, for Hessians
 _FACTOR_COPIES = 5  # of the largest Hessian, while its factor is computed
 _BUSY = {True: 1 << 23, False: 1 << 25}  # activations [T, H] in a pass with / without backward, as ModelWindows
-_TOKENS_OF_RAM, _TOKENS_OF_FILE = 8192, 65536  # in a pass of the streamed engine, at least, by where weights lie
+_TOKENS_OF_RAM, _TOKENS_OF_FILE = 8192, 65536  # in a pass that loads weights, at least, by where they come from
 _SPARE = 0.8  # of the free memory that a pass of several windows may take, as in the window loop
 _ARGUMENT_PASSES = 3  # forward passes over few windows, by which SparseGPT learns the arguments of the blocks
 
@@ -216,11 +216,11 @@ def busiest(windows: int, ranks: int) -> int:
 
 
 def micro_batch(card: Card, shape: Shape, engine: Engine, length: int, backward: bool, most: int) -> int:
-    """Windows in a pass: those that keep the GPU busy and hide the copies of streamed weights, as far as they fit."""
+    """Windows in a pass: those that keep the GPU busy and hide the copies of weights, as far as they fit."""
     if engine.micro_batch is not None:
         return min(most, engine.micro_batch)
     wanted = round(_BUSY[backward] / (shape.hidden * length))
-    if engine.name == "streamed":
+    if engine.name != "resident":
         least = _TOKENS_OF_FILE if engine.source < PCIE else _TOKENS_OF_RAM
         wanted = max(wanted, math.ceil(least / length))
     free = card.memory - weight_bytes(shape, engine)
