@@ -351,14 +351,15 @@ def test_compress_24_on_gpu_is_what_torch_packs(kind: str) -> None:
 @needs_gpu
 def test_cuda_graph_replays_the_ops() -> None:
     weight, scale = make_weight(64, 512, BF16, device=DEVICE), make_scale(512, device=DEVICE)
-    keep, bad, accs = make_keep(64, 512, device=DEVICE), flag(), torch.zeros(3, 512, device=DEVICE)
+    keep, bad, accs = make_keep(64, 512, device=DEVICE), flag(), torch.zeros(4, 512, device=DEVICE)
     pruned = torch.empty(2, 64, 512, dtype=BF16, device=DEVICE)
     bads = torch.zeros(2, dtype=torch.int32, device=DEVICE)
 
     def ops():
         accs.zero_()
         ours.accumulate_sq_sums_(accs[0], weight, None)
-        ours.foreach_accumulate_sq_sums_([accs[1], accs[2]], [weight, weight[:40]], None)
+        xs = [weight, weight[:40], weight[:, 1:78]]
+        ours.foreach_accumulate_sq_sums_([accs[1], accs[2], accs[3, :77]], xs, None)
         counts = ours.select_threshold([weight], [scale[:64].contiguous()], [scale], 9000, bad)
         pruned.copy_(weight)
         ours.foreach_row_topk_prune_(list(pruned), [scale, scale], [keep, keep.flip(0)], bads)

@@ -28,7 +28,7 @@ from .common import (
     magnitude_bits,
     serves,
 )
-from .launch import capturing, cdiv, find, launch, power_of_2, table_of
+from .launch import cdiv, find, launch, power_of_2, table_of
 from .pairs import add_halves, at_least, bound, halves, has_simd, largest_half, moved, pair_high, where_one
 
 # of upper halves: interpolation assumes that few scores lie more than 10 octaves under the largest
@@ -343,10 +343,6 @@ def foreach_row_topk_prune_(
         for i, matrix in enumerate(lists):
             check_values(f"foreach_row_topk_prune_ at index {i}", *matrix)
         bad = new_flag(weights[0], len(lists))
-    if capturing(weights[0]):
-        for i, (weight, scale, keep) in enumerate(lists):
-            _launch(weight, scale, keep, weight, bad[i : i + 1], prune=True)
-        return None
     groups: dict[tuple, list[tuple[int, Tensor, Tensor, Tensor]]] = {}
     for i, (weight, scale, keep) in enumerate(lists):
         vectors = in_vectors(weight) and scale.data_ptr() % 16 == 0

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import in_vectors, serves
-from .launch import capturing, cdiv, find, launch, power_of_2, table_of
+from .launch import cdiv, find, launch, power_of_2, table_of
 
 BLOCK_T, BLOCK_C, WARPS = 128, 64, 4
 # rows that a tile is folded to at once, in registers: with 16 bytes a load, each thread holds these rows of its columns
@@ -159,10 +159,6 @@ def foreach_accumulate_sq_sums_(accs: list[Tensor], xs: list[Tensor], token_mask
     pairs = [(acc, x.reshape(-1, x.shape[-1])) for acc, x in zip(accs, xs, strict=True) if x.numel()]
     if not all(serves(x) for _, x in pairs):
         return NotImplemented
-    if capturing(xs[0]):
-        for acc, x in pairs:
-            accumulate_sq_sums_(acc, x, token_mask)
-        return None
     groups: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
     for acc, x in pairs:
         groups.setdefault((x.dtype, in_vectors(x)), []).append((acc, x))
