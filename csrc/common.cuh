@@ -2,9 +2,10 @@
 //
 // NVRTC and nvcc both compile these files, without any header of CUDA or of the host. Each .cu file is compiled once for each
 // variant that fwanda_kernels/_backends/cuda/compile.py lists, which sets macros: WEIGHT is the dtype of weights, ROWS_ALIGNED
-// says whether all rows can be read by 16-byte loads, STEPS is a size of select.cu, KERNEL, TO_MASK and MATRICES make one of
-// its kernels, and RULE is a rule of obs.cu. The kernels are the extern "C" functions at the end of a .cu file. The Python
-// module of the same name in _backends/cuda/ launches them.
+// says whether all rows can be read by 16-byte loads, STEPS is a size of select.cu, and RULE is a rule of obs.cu. KERNEL,
+// TO_MASK and MATRICES make one kernel of select.cu, ENTRIES and WITH_MASK those of stats.cu, and LINEAR_8, LINEAR_16,
+// LINEAR_DIRECT or UNPACK takes one of packed.cu. The kernels are the extern "C" functions at the end of a .cu file. The
+// Python module of the same name in _backends/cuda/ launches them.
 #pragma once
 
 #ifdef __CUDACC_RTC__  // NVRTC has no <stdint.h>

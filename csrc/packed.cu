@@ -238,10 +238,18 @@ constexpr int kDirectThreads = 384;
 constexpr int kDirectThreads = THREADS;
 #endif
 
+// A module holds one kernel: compiling all four takes three times as long, and a call needs one.
+#ifdef LINEAR_8
 extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_8(PackedLinear p) { linear<1, false>(p); }
+#endif
+#ifdef LINEAR_16
 extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_linear_16(PackedLinear p) { linear<2, false>(p); }
+#endif
+#ifdef LINEAR_DIRECT
 extern "C" __global__ void __launch_bounds__(kDirectThreads, 1) packed_linear_direct(PackedLinear p) { linear<2, true>(p); }
+#endif
 
+#ifdef UNPACK
 template <bool MOVED>
 __device__ inline void write_chunk(const Lane& own, int chunk, int columns, uint8_t* const (&to)[2]) {
   const Cursor at;
@@ -292,5 +300,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) unpack(PackedLinear p) {
     }
   }
 }
+#endif
 
 }  // namespace fwanda

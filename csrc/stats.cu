@@ -132,21 +132,13 @@ __device__ __forceinline__ void add_slabs(const Table<N>& table) {
   *acc = float(double(*acc) + total);
 }
 
-#define KERNELS(SUFFIX, N)                                                                                         \
-  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                        \
-      sq_sums##SUFFIX(const __grid_constant__ Table<N> table, const uint8_t* counted) {                            \
-    sq_sums<false>(table, counted);                                                                                \
-  }                                                                                                                \
-  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                        \
-      sq_sums_masked##SUFFIX(const __grid_constant__ Table<N> table, const uint8_t* counted) {                     \
-    sq_sums<true>(table, counted);                                                                                 \
-  }                                                                                                                \
-  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                        \
-      add_slabs##SUFFIX(const __grid_constant__ Table<N> table) {                                                  \
-    add_slabs<N>(table);                                                                                            \
-  }
-
-KERNELS(, 1)
-KERNELS(_list, kMaxEntries)
+// A module holds the kernels of one kind of call: compiling those of all four takes three times as long.
+extern "C" __global__ void __launch_bounds__(kWarps * 32)
+    sq_sums(const __grid_constant__ Table<ENTRIES> table, const uint8_t* counted) {
+  sq_sums<WITH_MASK>(table, counted);
+}
+extern "C" __global__ void __launch_bounds__(kWarps * 32) add_slabs(const __grid_constant__ Table<ENTRIES> table) {
+  add_slabs<ENTRIES>(table);
+}
 
 }  // namespace fwanda

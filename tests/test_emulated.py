@@ -53,6 +53,7 @@ def run(tmp_path_factory):
     shutil.copy(ROOT / "tests" / "emulated.h", folder / "packed_ptx.cuh")
     (folder / "packed.cpp").write_text('#include "packed.cu"\n' + CALL)
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-DWEIGHT=Bf16", "-DTHREADS=512"]
+    options += ["-DLINEAR_8", "-DLINEAR_16", "-DLINEAR_DIRECT", "-DUNPACK"]
     subprocess.run([compiler, *options, "-o", "packed.so", "packed.cpp"], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "packed.so"))
 

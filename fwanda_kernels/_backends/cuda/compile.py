@@ -39,19 +39,30 @@ _WEIGHTS = {
 # STEPS: groups of 4 columns that a thread of row selection holds
 _ROWS = {variant: (*macros, "STEPS=16") for variant, macros in _WEIGHTS.items()}
 _ROWS |= {f"{dtype}-wide": (*_WEIGHTS[dtype], "STEPS=20") for dtype in ("bf16", "fp16")}
-# A module of row selection holds one kernel, so that the first call compiles no other
+# A module of row selection or of packed weights holds one kernel, so that the first call compiles no other
 _ROW_KERNELS = {
     "prune": ("KERNEL=row_topk_prune", "TO_MASK=false", "MATRICES=1"),
     "list": ("KERNEL=row_topk_prune_list", "TO_MASK=false", "MATRICES=kMaxMatrices"),
     "mask": ("KERNEL=row_topk_mask", "TO_MASK=true", "MATRICES=1"),
 }
+# sums of one input or of a list, over all tokens or over those of a mask
+_SUMS = {
+    f"{name}{suffix}": (f"ENTRIES={entries}", f"WITH_MASK={masked}")
+    for name, entries in (("one", "1"), ("list", "kMaxEntries"))
+    for suffix, masked in (("", "false"), ("-masked", "true"))
+}
+_PACKED_KERNELS = {"8": "LINEAR_8", "16": "LINEAR_16", "direct": "LINEAR_DIRECT", "unpack": "UNPACK"}
 # family, which is the name of the .cu file -> variant -> macros
 FAMILIES = {
     "select": {f"{rows}-{name}": _ROWS[rows] + _ROW_KERNELS[name] for rows in _ROWS for name in _ROW_KERNELS},
-    "stats": {"any": ()},
+    "stats": _SUMS,
     "sparse24": _WEIGHTS,
     "threshold": _WEIGHTS,
-    "packed": {"bf16": ("WEIGHT=Bf16", "THREADS=512"), "fp16": ("WEIGHT=Fp16", "THREADS=512")},
+    "packed": {
+        f"{dtype}-{name}": (*_WEIGHTS[dtype][:1], "THREADS=512", macro)
+        for dtype in ("bf16", "fp16")
+        for name, macro in _PACKED_KERNELS.items()
+    },
     "obs": {rule: (f"RULE={rule}",) for rule in ("sparsity", "keep", "mask", "pattern")},
 }
 MODULES = [(family, variant) for family, variants in FAMILIES.items() for variant in variants]

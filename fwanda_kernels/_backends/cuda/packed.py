@@ -80,7 +80,7 @@ def plan_unpack(packed: Tensor, rows: int, columns: int, out: Tensor) -> list[La
         packed.data_ptr(), 0, 0, out.data_ptr(), rows, columns, 0, 1, LARGEST_CHUNK, len(packed) // 16
     )
     shared = HEAD_BYTES + UNPACK_WARPS * LARGEST_CHUNK + OVERRUN
-    return [Launch(_module(out.dtype), "unpack", tiles, 32 * UNPACK_WARPS, (argument,), shared)]
+    return [Launch(_module(out.dtype, "unpack"), "unpack", tiles, 32 * UNPACK_WARPS, (argument,), shared)]
 
 
 def plan_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, division: Division) -> list[Launch]:
@@ -90,9 +90,10 @@ def plan_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor, div
         packed.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         rows, columns, tokens, division.tiles, division.buffer, len(packed) // 16,
     )  # fmt: skip
-    kernel = "packed_linear_direct" if division.direct else f"packed_linear_{TOKENS * _groups(tokens)}"
+    name = "direct" if division.direct else str(TOKENS * _groups(tokens))
     blocks, threads = -(-rows // (TILE_ROWS * division.tiles)) * size, 32 * division.warps
-    return [Launch(_module(x.dtype), kernel, blocks, threads, (argument,), division.shared, early=True, cluster=size)]
+    module, kernel = _module(x.dtype, name), f"packed_linear_{name}"
+    return [Launch(module, kernel, blocks, threads, (argument,), division.shared, early=True, cluster=size)]
 
 
 @cache
@@ -152,5 +153,6 @@ def _serves(packed: Tensor, columns: int, dtype: torch.dtype) -> bool:
     return fits and dtype in (torch.bfloat16, torch.float16) and serves(packed)
 
 
-def _module(dtype: torch.dtype) -> tuple[str, str]:
-    return "packed", DTYPES[dtype]
+@cache
+def _module(dtype: torch.dtype, name: str) -> tuple[str, str]:
+    return "packed", f"{DTYPES[dtype]}-{name}"

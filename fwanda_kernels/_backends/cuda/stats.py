@@ -18,7 +18,6 @@ ENTRY = Layout(
     "P in.x, P in.acc, q in.token_stride, q in.acc_stride, i in.tokens, i in.cols, i in.dtype, P partial, "
     "i first_block, i first_finish, i slabs, ? aligned",
 )
-MODULE = ("stats", "any")
 MAX_ENTRIES = 64
 THREADS, STRIP, FINISH_COLUMNS = 256, 256, 32
 
@@ -54,13 +53,12 @@ def plan(accs: list[Tensor], xs: list[Tensor], counted: Tensor | None, partial_s
         partial_sums: fp32 scratch, an entry for each slab and column of all xs.
     """
     place, launches = partial_sums.data_ptr(), []
+    module = "stats", f"{'one' if len(xs) == 1 else 'list'}{'' if counted is None else '-masked'}"
     for i in range(0, len(xs), MAX_ENTRIES):
         table, blocks, finish, place = _table(accs[i : i + MAX_ENTRIES], xs[i : i + MAX_ENTRIES], place, len(xs) == 1)
-        suffix = "" if len(xs) == 1 else "_list"
         mask = POINTER.pack(0 if counted is None else counted.data_ptr())
-        kernel = f"sq_sums{suffix}" if counted is None else f"sq_sums_masked{suffix}"
-        launches.append(Launch(MODULE, kernel, blocks, THREADS, (table, mask)))
-        launches.append(Launch(MODULE, f"add_slabs{suffix}", finish, THREADS, (table,), early=True))
+        launches.append(Launch(module, "sq_sums", blocks, THREADS, (table, mask)))
+        launches.append(Launch(module, "add_slabs", finish, THREADS, (table,), early=True))
     return launches
 
 
