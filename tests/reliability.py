@@ -285,7 +285,7 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "refused at once, in one line that names both",
     ),
     "Ctrl-C": (
-        "Ctrl-C",
+        "Ctrl-C at any moment: in imports, in destructors, in the locks of libraries, while Python exits",
         "one line with a hint, exit code 130, no half output; `--resume` gives the same bits; more signals within two "
         "seconds change nothing",
     ),

@@ -6,11 +6,9 @@ import argparse
 import contextlib
 import io
 import logging
-import math
 import os
 import signal
 import sys
-import time
 import traceback
 import warnings
 from contextlib import nullcontext
@@ -19,6 +17,7 @@ from typing import NoReturn
 from .arguments import build_parser
 from .commands import Result
 from .errors import OtherRankError, UserError, install_hint, is_lost_connection, one_line
+from .interrupt import CODE, Interrupt, ignore
 from .launch import Job, ended_if_stuck, is_rank, joined
 from .terminal import discard, say, styled
 
@@ -38,10 +37,6 @@ NEEDED = {
     "pynvml": "nvidia-ml-py",
 }
 
-_INTERRUPTED = 130  # exit code
-_BURST_SECONDS = 2.0
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # clean up as Ctrl-C does; SIGHUP: the terminal was closed
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns its exit code.
@@ -55,20 +50,20 @@ def main(argv: list[str] | None = None) -> int:
     # transformers imports torchao, which fwanda does not use; what torchao misses of another torch is no news here
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with contextlib.suppress(ValueError):  # only the main thread may
-        interrupt = _Interrupt()
-        for number in (signal.SIGINT, *_ENDING):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, interrupt)
+    interrupt = Interrupt()
+    interrupt.install()
     try:
-        return _run_rank(argv) if is_rank() else _run(argv)
+        return _run_rank(argv, interrupt) if is_rank() else _run(argv)
     except BrokenPipeError:
         discard(sys.stdout)
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt as interrupt:
-        say(f"fwanda: {_interrupted(interrupt)}")
-        return _INTERRUPTED
+    except KeyboardInterrupt as error:
+        say(f"fwanda: {_interrupted(error)}")
+        return CODE
     except Exception as error:
+        if interrupt.came:
+            say("fwanda: interrupted")
+            return CODE
         if os.environ.get("FWANDA_TRACEBACK"):
             raise
         message, code = _explained(error)
@@ -76,42 +71,24 @@ def main(argv: list[str] | None = None) -> int:
         return code
 
 
-class _Interrupt:
-    """Raises KeyboardInterrupt at a signal. More within _BURST_SECONDS, as from a key held down, do nothing."""
-
-    def __init__(self):
-        self._last = -math.inf
-
-    def __call__(self, *_):
-        now = time.monotonic()
-        if now - self._last > _BURST_SECONDS:
-            self._last = now
-            raise KeyboardInterrupt
-
-
-def _run_rank(argv: list[str] | None) -> int:
+def _run_rank(argv: list[str] | None, interrupt: Interrupt) -> int:
     """Runs one rank of a command. A rank that fails does not return: torch would wait for ranks that are gone."""
     job = Job()
     try:
-        with ended_if_stuck(lambda: _end(job, "interrupted", _INTERRUPTED)):
+        with ended_if_stuck(lambda: _end(job, "interrupted", CODE)):
             return _run(argv, job)
-    except KeyboardInterrupt as interrupt:
-        _ignore_signals()
-        _end(job, _interrupted(interrupt), _INTERRUPTED)
+    except KeyboardInterrupt as error:
+        ignore()
+        _end(job, _interrupted(error), CODE)
     except Exception as error:
-        _ignore_signals()
+        ignore()
+        if interrupt.came:
+            _end(job, "interrupted", CODE)
         if os.environ.get("FWANDA_TRACEBACK"):
             raise
         if is_lost_connection(error):
             _end(job, "the connection to another rank is lost", 1)
         _end(job, *_explained(error), own=not isinstance(error, OtherRankError))
-
-
-def _ignore_signals() -> None:
-    """Lets a rank that ends do so by itself: torchrun stops it when another rank has ended."""
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGINT, *_ENDING):
-            signal.signal(number, signal.SIG_IGN)
 
 
 def _end(job: Job, message: str, code: int, *, own: bool = False) -> NoReturn:
@@ -123,8 +100,8 @@ def _end(job: Job, message: str, code: int, *, own: bool = False) -> NoReturn:
     os._exit(code)
 
 
-def _interrupted(interrupt: KeyboardInterrupt) -> str:
-    return "; ".join(["interrupted", *map(str, interrupt.args)])
+def _interrupted(error: KeyboardInterrupt) -> str:
+    return "; ".join(["interrupted", *map(str, error.args)])
 
 
 def _say_error(message: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.util
 import sys
 
 # Without registration, transformers prints this name before it fails on the shapes of the weights.
@@ -24,12 +22,14 @@ def _register() -> None:
     importlib.import_module(".model.packed_quantizer", __package__).register()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Makes the loader of one module call _register() afterwards, and finds no other module."""
+class _Finder:
+    """A finder that makes the loader of one module call _register() afterwards, and finds no other module."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _HOME:
             return None
+        import importlib.util  # takes 8 ms
+
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
@@ -37,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Loader(importlib.abc.Loader):
+class _Loader:
     def __init__(self, loader):
         self._loader = loader
 
