@@ -32,7 +32,7 @@ from ..model.targets import Skipped, Target, check_model, find_targets, select_t
 from ..notes import recording, showing, warn
 from ..progress import planned
 from ..report.record import Report
-from ..text.windows import tokens_sha256
+from ..text.windows import given_tokens, tokens_sha256
 from . import outcome, stages
 from .energy import EnergyMeter
 from .outcome import Pruned
@@ -40,7 +40,7 @@ from .read_texts import own_windows, read_texts
 from .save import check_savable
 from .stage import Stages
 from .state import RunState
-from .texts import Texts, protocol, sources_of, with_sources
+from .texts import Texts, check_ids, protocol, sources_of, with_sources
 from .titles import calibration_titles, stage_titles
 
 _in_use: set[int] = set()  # ids of the models of running calls
@@ -254,6 +254,9 @@ def collect(
     _check_arguments(model, tokenizer)
     groups = (*CALIBRATION, "passes")
     config = PruneConfig(**_config(config, settings, settings_of(*groups)).select(*groups))
+    if own is not None:
+        check_ids("own", own)
+        own = given_tokens(own, config.seqlen)
     ranks = Ranks.current()
     stage, progress = Stages(RunState(), model_device(model), ranks), progress and ranks.first
     titles = calibration_titles(config, calibration=calibration) if progress else ()

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import PruneConfig
@@ -99,7 +100,7 @@ def with_sources(
         _warn_of_unused(config, read, "the statistics", named)
         changes |= read
     if ids:
-        _check_ids("calibration", calibration)
+        check_ids("calibration", calibration)
         shape = {"nsamples": calibration.shape[0], "seqlen": calibration.shape[1]}
         new = {name: value for name, value in shape.items() if changes.get(name) != value}
         _warn_of_unused(config, new, "the token ids", named)
@@ -130,15 +131,40 @@ def _named(eval: Any) -> list[tuple[Any, Any]]:
             name = plain(source, str)
             named.append((name, name))
             continue
-        _check_ids("eval", source)
+        check_ids("eval", source)
         ids += 1
         named.append((TOKENS if ids == 1 else f"{TOKENS} {ids}", source))
     return named
 
 
-def _check_ids(name: str, tokens: Tensor) -> None:
+def check_ids(name: str, tokens: Any) -> None:
+    """Refuses what is no plain tensor [S, L] of integers. The windows themselves are checked when they are read.
+
+    Args:
+        name: of the argument.
+
+    Raises:
+        UserError: naming the argument, and saying what was got.
+    """
+    if not isinstance(tokens, Tensor):
+        raise UserError(f"{name} must be a torch tensor [S, L] of integers, got {type(tokens).__name__}")
+    if fault := _fault_of_tensor(tokens):
+        raise UserError(f"{name} as token ids must be a plain tensor, got {fault}; make one by torch.tensor(ids)")
     if tokens.dim() != 2:
         raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
+
+
+def _fault_of_tensor(tokens: Tensor) -> str | None:
+    """Why the numbers of a tensor cannot be read as they are, or None."""
+    if type(tokens).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # fake, divided over ranks, of jagged rows
+        return f"a {type(tokens).__name__}"
+    if tokens.is_meta:
+        return "a tensor on the meta device, which holds no numbers"
+    if tokens.is_nested or tokens.is_quantized or tokens.layout != torch.strided:
+        return f"a {'nested' if tokens.is_nested else 'quantised' if tokens.is_quantized else tokens.layout} tensor"
+    if tokens.numel() and not tokens.untyped_storage().nbytes():
+        return "a tensor whose memory is freed"
+    return None
 
 
 def _warn_of_unused(config: PruneConfig, read: dict, what: str, named: Collection[str]) -> None:

@@ -40,7 +40,7 @@ def calibration_tokens(
         UserError: as for `draw_windows`, or a tensor is out of range.
     """
     if isinstance(source, Tensor):
-        tokens = _check_tensor(source, seqlen)
+        tokens = given_tokens(source, seqlen)
     else:
         tokens, _ = draw_windows(source, tokenizer, nsamples=nsamples, seqlen=seqlen, seed=seed, bos=bos)
     warn_if_few(len(tokens))
@@ -154,7 +154,7 @@ def evaluation_tokens(
     if windows is not None:
         _require_at_least(1, windows=windows)
     if isinstance(source, Tensor):
-        return _check_tensor(source, seqlen)[:windows]
+        return given_tokens(source, seqlen)[:windows]
     prefix = _prefix(source, tokenizer, bos)
     length = seqlen - len(prefix)
     documents = load_documents(source, purpose="eval", tokenizer=tokenizer)
@@ -162,6 +162,22 @@ def evaluation_tokens(
     _require_one_window(source, stream, length)
     count = stream.numel() // length
     return _with_prefix(prefix, stream[: count * length].view(count, length)[:windows])
+
+
+def given_tokens(tokens: Tensor, seqlen: int) -> Tensor:
+    """Windows that were given as token ids, [S, seqlen] of any integers, as int64 on the CPU.
+
+    Raises:
+        UserError: another shape or dtype, or a negative number.
+    """
+    floating = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    if floating or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] != seqlen:
+        got = f"{list(tokens.shape)} {str(tokens.dtype).removeprefix('torch.')}"
+        raise UserError(f"tokens must be integer [S, seqlen] = [S >= 1, {seqlen}], got {got}")
+    ids = tokens.detach().to("cpu", torch.int64)
+    if ids.min() < 0:
+        raise UserError(f"tokens must not be negative, got {int(ids.min())}")
+    return ids
 
 
 def tokens_sha256(tokens: Tensor) -> str:
@@ -277,16 +293,6 @@ def _with_prefix(prefix: list[int], windows: Tensor) -> Tensor:
     if not prefix:
         return windows.clone()
     return torch.cat([torch.tensor(prefix, dtype=torch.int64, device="cpu").expand(len(windows), -1), windows], dim=1)
-
-
-def _check_tensor(tokens: Tensor, seqlen: int) -> Tensor:
-    floating = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
-    if floating or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] != seqlen:
-        got = f"{list(tokens.shape)} {str(tokens.dtype).removeprefix('torch.')}"
-        raise UserError(f"tokens must be integer [S, seqlen] = [S >= 1, {seqlen}], got {got}")
-    if tokens.min() < 0:
-        raise UserError(f"tokens must not be negative, got {int(tokens.min())}")
-    return tokens.detach().to("cpu", torch.int64)
 
 
 def _require_at_least(least: int, **numbers: int) -> None:

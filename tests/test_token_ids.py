@@ -1,0 +1,82 @@
+"""Token ids that are given in Python as tensors of any kind: read, or refused in one line."""
+
+import pytest
+import tiny
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fwanda_pruner import UserError, collect, evaluate_model, prune
+
+IDS = tiny.tokens(16, 24)
+DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64]
+
+
+def freed() -> torch.Tensor:
+    ids = IDS.clone()
+    ids.untyped_storage().resize_(0)
+    return ids
+
+
+UNREADABLE = {
+    "meta": (lambda: IDS.to("meta"), "got a tensor on the meta device, which holds no numbers"),
+    "0-d on meta": (lambda: torch.tensor(3, device="meta"), "got a tensor on the meta device, which holds no numbers"),
+    "sparse": (IDS.to_sparse, "got a torch.sparse_coo tensor"),
+    "sparse rows": (IDS.to_sparse_csr, "got a torch.sparse_csr tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([IDS[0], IDS[1, :9]]), "got a nested tensor"),
+    "jagged": (lambda: torch.nested.nested_tensor([IDS[0], IDS[1, :9]], layout=torch.jagged), "got a NestedTensor"),
+    "quantised": (lambda: torch.quantize_per_tensor(IDS.float(), 1.0, 0, torch.quint8), "got a quantised tensor"),
+    "fake": (lambda: FakeTensorMode().from_tensor(IDS), "got a FakeTensor"),
+    "freed": (freed, "got a tensor whose memory is freed"),
+}
+SHAPES = {"0-d": torch.tensor(3), "one window": IDS[0], "three dimensions": IDS[None]}
+
+
+def read(call, argument: str, ids):
+    given = {"progress": False, argument: ids}
+    if call is not evaluate_model:
+        given.setdefault("calibration", ["self"] if argument == "own" else IDS)
+        given |= {} if argument == "calibration" else {"nsamples": 16, "seqlen": 24}
+    return call(tiny.llama(), tiny.tokenizer(), **given)
+
+
+CALLS = [
+    (prune, "calibration"), (prune, "eval"), (collect, "calibration"), (collect, "own"), (evaluate_model, "eval"),
+]  # fmt: skip
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("call, argument", CALLS)
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_tensors_without_numbers_to_read_are_one_line(kind, call, argument):
+    make, got = UNREADABLE[kind]
+    with pytest.raises(UserError) as error:
+        read(call, argument, make())
+    assert str(error.value) == f"{argument} as token ids must be a plain tensor, {got}; make one by torch.tensor(ids)"
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("call, argument", CALLS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_other_shapes_are_one_line_in_a_list_too(shape, call, argument):
+    for ids in (SHAPES[shape], [SHAPES[shape]]) if argument == "eval" else (SHAPES[shape],):
+        with pytest.raises(UserError, match=rf"^{argument} as token ids must be \[S, L\], got \["):
+            read(call, argument, ids)
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_integers_of_any_dtype_are_read(dtype):
+    expected = evaluate_model(tiny.llama(), eval=IDS, progress=False)
+    assert evaluate_model(tiny.llama(), eval=IDS.to(dtype), progress=False) == expected
+    fisher = {"calibration": IDS.to(dtype), "progress": False}
+    assert (
+        collect(tiny.llama(), **fisher).fingerprint()
+        == collect(tiny.llama(), calibration=IDS, progress=False).fingerprint()
+    )
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("ids, got", [(IDS[:, :9], r"\[16, 9\] int64"), (IDS.float(), r"\[16, 24\] float32")], ids=str)
+def test_own_text_of_another_length_or_dtype_is_one_line(ids, got):
+    with pytest.raises(UserError, match=rf"tokens must be integer \[S, seqlen\] = \[S >= 1, 24\], got {got}"):
+        read(collect, "own", ids)
