@@ -105,6 +105,11 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "Weights are no plain tensors: on the meta device, offloaded, sharded, wrapped, quantised or parametrised",
         "refused in one line that names the first such tensor or module and says what to do, before text is read",
     ),
+    "several dtypes": (
+        "The weights of a model have several dtypes",
+        "a model that runs with them is pruned; others, and matrices of several dtypes, are refused in one line that "
+        "names a weight of each, before text is read",
+    ),
     "adapters": (
         "LoRA adapters are pruned as if they were weights of the model",
         "refused by name: merge them first; a merged model is pruned and saved",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import PruneConfig
-from ..errors import UserError, one_line
+from ..errors import UserError, is_lost_connection, one_line
 from .experts import CannotSplit, Slice, count_experts, fused_names, split_experts
 from .shares import whole
 
@@ -266,10 +266,10 @@ def _unselected(target: Target, reason: str) -> Skipped:
 
 
 def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) -> None:
-    """Refuse columns that the pattern does not divide, and blocks that text never reaches.
+    """Refuse columns that the pattern does not divide, blocks that text never reaches, and dtypes that do not fit.
 
     Raises:
-        UserError: naming the matrix or the block.
+        UserError: naming the matrix, the block or the dtypes.
     """
     for target in targets:
         _, cols = target.shape
@@ -278,11 +278,64 @@ def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) ->
                 f"{target.name} has {cols} columns, pattern {config.pattern} needs a multiple of {config.nm[1]}; "
                 f"choose another pattern or --nm-tail dense"
             )
+    check_dtypes(model)
     if is_multimodal(model):
         _check_runs_on_text(model, {target.block for target in targets})
 
 
+def check_target_dtypes(targets: Iterable[Target]) -> None:
+    """Refuse to prune matrices of several dtypes: a model that casts between them is not walked block by block.
+
+    Raises:
+        UserError: naming a matrix of each dtype, and what to do.
+    """
+    first: dict[torch.dtype, str] = {}
+    for target in targets:
+        first.setdefault(target.weight.dtype, target.name)
+    if len(first) > 1:
+        raise UserError(
+            f"the matrices to prune have {len(first)} dtypes ({_examples(first)}); convert all to one, e.g. by "
+            f"model.to(torch.{_short(next(iter(first)))}), or leave those of the others out by exclude"
+        )
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Refuse a model whose weights have several dtypes, if it does not run with them. Some do, as with fp32 routers.
+
+    Raises:
+        UserError: naming a weight of each dtype, and what to do.
+    """
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            first.setdefault(parameter.dtype, name)
+    if len(first) < 2:
+        return
+    try:
+        _run_two_tokens(model)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if is_lost_connection(error):
+            raise
+        raise UserError(
+            f"the weights have {len(first)} dtypes ({_examples(first)}), and the model cannot run with them "
+            f"({one_line(error, 100)}); convert all to one, e.g. by model.to(torch.{_short(next(iter(first)))})"
+        ) from error
+
+
+def _examples(first: dict[torch.dtype, str]) -> str:
+    return ", ".join(f"{name} is {_short(dtype)}" for dtype, name in first.items())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.no_grad()
+def _run_two_tokens(model: nn.Module) -> None:
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    model(input_ids=ids, use_cache=False)
+
+
 def _check_runs_on_text(model: nn.Module, needed: set[int]) -> None:
     """Refuse a multimodal model that does not run all `needed` blocks if it gets text alone."""
     prefix, blocks = find_blocks(model)
@@ -292,8 +345,7 @@ def _check_runs_on_text(model: nn.Module, needed: set[int]) -> None:
         for index, block in enumerate(blocks)
     ]
     try:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-        model(input_ids=ids, use_cache=False)
+        _run_two_tokens(model)
     except Exception as error:  # models that miss their images raise anything
         line = one_line(error, 200)
         raise UserError(

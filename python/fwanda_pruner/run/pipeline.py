@@ -28,7 +28,7 @@ from ..methods.job import Inputs
 from ..model.arguments import expect_tokenizer, expect_type
 from ..model.place import warn_of_other_place
 from ..model.plain import check_plain
-from ..model.targets import Skipped, Target, check_model, find_targets, select_targets
+from ..model.targets import Skipped, Target, check_model, check_target_dtypes, find_targets, select_targets
 from ..notes import recording, showing, warn
 from ..progress import planned
 from ..report.record import Report
@@ -158,6 +158,7 @@ def run_prune(
         config = with_sources(config, calibration, eval, statistics, named)
         sources = sources_of(config, calibration, eval, statistics)
         targets, skipped = plan(model, config)
+        check_target_dtypes(targets)
         ranks.share(lambda: check_savable(model, tokenizer, state.output))
         engine = make_engine(model, targets, config, progress=progress)
         stages.check_given(config, model, statistics)
@@ -263,6 +264,7 @@ def collect(
     with planned(titles), _running(model, config, stage.notes):
         config = with_sources(config, calibration, None, None, named=settings)
         targets, _ = plan(model, config)
+        check_target_dtypes(targets)
         check_backward(model, f"--fisher {config.fisher}")
         engine = make_engine(model, targets, config, progress=progress)
         sources = sources_of(config, calibration, None, None)
