@@ -260,6 +260,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "The Python functions are called with other types, or in other modes of torch and of the model",
         "one line that names the argument; modes and states change no bit and are there again afterwards",
     ),
+    "array for a flag": (
+        "An array or a tensor is given where a function expects True or False, a word, a number or a path",
+        "one line that names the argument; no truth value of an array is asked for",
+    ),
     "warnings": (
         "Warnings ignore the filters of the caller and point into the package",
         "they obey the filters and point at the line that calls the package; the report has all of them",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
@@ -43,6 +44,20 @@ def expect_path(name: str, value) -> None:
         raise UserError(f"{name} must be a path, got {type(value).__name__}; give the path of a file or a folder")
 
 
+def expect_flags(**values) -> None:
+    """Refuses arguments that are neither True nor False, as arrays, tensors and texts are.
+
+    Args:
+        values: by the name of the argument. A bool of numpy will do.
+
+    Raises:
+        UserError: naming the first such argument.
+    """
+    for name, value in values.items():
+        if not isinstance(plain(value, bool), bool):
+            raise UserError(f"{name} must be True or False, got {show(value)}")
+
+
 def plain(value, kind: type):
     """A setting as it would come from a file: Path, Fraction, Decimal, numbers of numpy and lists become plain values.
 
@@ -63,10 +78,13 @@ def plain(value, kind: type):
         return path if isinstance(path, str) else value
     if isinstance(value, (str, bool)):
         return value
-    if kind is int:
-        return int(value) if isinstance(value, Integral) else value
-    if kind is float:
-        with suppress(OverflowError, ValueError):  # too large, or no number at all: check_value() refuses it
+    if kind is bool:
+        numpy = sys.modules.get("numpy")
+        return bool(value) if numpy is not None and isinstance(value, numpy.bool_) else value
+    with suppress(OverflowError, ValueError, TypeError):  # too large, or no number at all: check_value() refuses it
+        if kind is int:
+            return int(value) if isinstance(value, Integral) else value
+        if kind is float:
             return float(value) if isinstance(value, (Real, Decimal)) and not isinstance(value, int) else value
     return value
 
@@ -78,10 +96,11 @@ def number_text(value):
     """
     if isinstance(value, (bool, str)) or not isinstance(value, (Real, Decimal)):
         return value
-    if isinstance(value, Integral):
-        return show(int(value))
-    if isinstance(value, Rational):
-        return f"{show(int(value.numerator))}/{show(int(value.denominator))}"
+    with suppress(TypeError):  # no number at all, as NaT of numpy
+        if isinstance(value, Integral):
+            return show(int(value))
+        if isinstance(value, Rational):
+            return f"{show(int(value.numerator))}/{show(int(value.denominator))}"
     return str(value).lower().replace("e+", "e")
 
 
@@ -99,7 +118,7 @@ def check_value(name: str, value, *, kind: type, choices: tuple | None) -> None:
     """
     if value is None:
         return
-    if choices and value not in choices:
+    if choices and not (isinstance(value, str) and value in choices):  # arrays and tensors compare each number
         hint = did_you_mean(value, choices) if isinstance(value, str) else ""
         if isinstance(value, bool) and (word := "on" if value else "off") in choices:  # YAML reads on as true
             hint = f' (quote it in YAML: "{word}")'

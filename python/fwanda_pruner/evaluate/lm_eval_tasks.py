@@ -24,7 +24,7 @@ from ..engine.device import evaluating
 from ..errors import UserError, has_control, install_hint, one_line, show
 from ..model.arguments import expect_model, expect_tokenizer
 from ..model.placement import blocks_lie_apart, is_sharded
-from ..setting_checks import check_value, expect_path, plain
+from ..setting_checks import check_value, expect_flags, expect_path, plain
 from ..terminal import is_terminal
 from .perplexity import check_ids
 
@@ -75,6 +75,7 @@ def evaluate_tasks(
     """
     expect_model(model)
     expect_tokenizer(tokenizer, needed=True)
+    expect_flags(progress=progress)
     tasks, batch_size, limit = plain(tasks, list), plain(batch_size, int), plain(limit, int)
     check_tasks(tasks, batch_size=batch_size, limit=limit, data_dir=data_dir)
     check_place(model, tasks)

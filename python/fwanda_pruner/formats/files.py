@@ -30,7 +30,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     Raises:
         UserError: the disk is full, or the folder is not writable.
     """
-    path = _resolve(path)
+    path = resolved_output(path)
     temporary = _hidden_name(path, "tmp")
     try:
         with user_errors(path):
@@ -58,7 +58,7 @@ def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: 
     Raises:
         UserError: see check_output(); or the disk becomes full or not writable later.
     """
-    output = _resolve(output)
+    output = resolved_output(output)
     remove_leftovers(output)
     check_output(output, overwrite=overwrite, needed_bytes=needed_bytes)
     temporary, aside = _hidden_name(output, "tmp"), _hidden_name(output, "old")
@@ -84,7 +84,7 @@ def trial_folder(output: str | Path) -> Iterator[Path]:
     Raises:
         UserError: no folder can be made there, or the disk is full or not writable.
     """
-    output = _resolve(output)
+    output = resolved_output(output)
     made = [folder for folder in output.parents if not folder.exists()]
     temporary = _hidden_name(output, "tmp")
     try:
@@ -114,7 +114,7 @@ def check_output(
         UserError: `output` is a file, a mount point, not empty, in a folder that is not writable, or the disk is too
             small.
     """
-    output = _resolve(output)
+    output = resolved_output(output)
     with user_errors(output):
         _check_output(output, overwrite, needed_bytes, inputs)
 
@@ -170,7 +170,7 @@ def check_file(path: str | Path, suffix: str, *, flag: str = "--output") -> Path
     Raises:
         UserError: the name is too long or has another suffix, or the folder is missing or not writable.
     """
-    resolved = _resolve(path)
+    resolved = resolved_output(path)
     folder = resolved.parent
     if resolved.suffix != suffix or not folder.is_dir() or not os.access(folder, os.W_OK) or resolved.is_dir():
         raise UserError(f"{flag} must be a {suffix} file in an existing, writable folder, got {show(str(path))}")
@@ -182,7 +182,7 @@ def remove_leftovers(output: str | Path) -> None:
 
     Temporary names hold the id of their process, so what living processes write stays.
     """
-    output = _resolve(output)
+    output = resolved_output(output)
     if not output.parent.is_dir():
         return
     pattern = re.compile(re.escape(f".{output.name}.") + r"(\d+)-[0-9a-f]{8}\.(tmp|old)")
@@ -246,7 +246,7 @@ def system_error(error: Exception) -> int:
     return getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])
 
 
-def _resolve(path: str | Path) -> Path:
+def resolved_output(path: str | Path) -> Path:
     """The absolute path, links followed; refuses names that the file system could not take."""
     try:
         resolved = Path(path).resolve()

@@ -11,6 +11,7 @@ and n:m means KEEP n of m. Some hosts say PRUNE n of m: their adapter converts a
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from math import isfinite
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..errors import UserError
+from ..errors import UserError, show
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,9 +32,10 @@ def count_of(name: str, value: int) -> int:
     Raises:
         UserError: value is no integer; a bool, a float such as 4.0 and a tensor are none.
     """
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise UserError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-    return int(value)
+    with contextlib.suppress(TypeError):  # no number at all, as NaT of numpy
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            return int(value)
+    raise UserError(f"{name} must be an integer, got {show(value)} ({type(value).__name__})")
 
 
 def number_of(name: str, value: float) -> float:
@@ -42,9 +44,10 @@ def number_of(name: str, value: float) -> float:
     Raises:
         UserError: value is none; a bool, a string, a tensor, NaN and inf are none.
     """
-    if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):
-        raise UserError(f"{name} must be a finite number, got {value!r} ({type(value).__name__})")
-    return float(value)
+    with contextlib.suppress(TypeError, OverflowError):  # no number at all, as NaT of numpy; too large
+        if isinstance(value, Real) and not isinstance(value, bool) and isfinite(value):
+            return float(value)
+    raise UserError(f"{name} must be a finite number, got {show(value)} ({type(value).__name__})")
 
 
 def kept_of(prune_n: int, m: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 import fwanda_kernels as fk
 
 from ..allocate.budgets import floored_omega
-from ..errors import UserError
+from ..errors import UserError, show
 from ..notes import warn
 from . import number_of
 
@@ -30,7 +30,7 @@ def exact_fraction(name: str, value: float | str | Fraction) -> Fraction:
     except (ValueError, ZeroDivisionError):
         fraction = None
     if fraction is None or not 0 <= fraction < 1:
-        raise UserError(f"{name} must be the fraction removed, a decimal in [0, 1), got {value!r}")
+        raise UserError(f"{name} must be the fraction removed, a decimal in [0, 1), got {show(value)}")
     return fraction
 
 

@@ -28,7 +28,7 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import global_budgets, keep_total
 from ..config import PruneConfig
-from ..errors import UserError
+from ..errors import UserError, show
 from . import check_linear, check_version
 from ._budgets import (
     check_finite,
@@ -166,7 +166,10 @@ def global_fwanda_unstructured(
         UserError: as for wanda_unstructured(); nothing is pruned then.
     """
     removed = _fraction(amount)
-    parameters = list(parameters)
+    pairs = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else None
+    if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"parameters must be a list of (module, name) tuples, got {show(parameters)}")
+    parameters = pairs
     if not parameters or len(set(parameters)) < len(parameters):
         raise UserError(f"parameters must be different (module, name) tuples, at least one, got {len(parameters)}")
     modules, layers = [module for module, _ in parameters], [_layer(statistics, *p) for p in parameters]
@@ -195,13 +198,20 @@ def _layer(statistics: Statistics, module: nn.Module, name: str) -> fk.LayerStat
     """The entry of a module.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or the statistics are of another type.
     """
     if isinstance(statistics, fk.LayerStatistics):
         return statistics
-    with contextlib.suppress(KeyError):
-        return statistics.of(module) if isinstance(statistics, fk.collect_statistics) else statistics[module, name]
-    raise UserError(f"statistics has no entry ({_title(module)}, {name!r}); was the module called at all?")
+    if not isinstance(statistics, (fk.collect_statistics, Mapping)):
+        raise UserError(
+            f"statistics must be a LayerStatistics, a collect_statistics or a mapping, got {type(statistics).__name__}"
+        )
+    found = None
+    with contextlib.suppress(KeyError, TypeError):  # TypeError: a key that cannot be hashed
+        found = statistics.of(module) if isinstance(statistics, fk.collect_statistics) else statistics[module, name]
+    if not isinstance(found, fk.LayerStatistics):
+        raise UserError(f"statistics has no entry ({_title(module)}, {show(name)}); was the module called at all?")
+    return found
 
 
 def _left(module: nn.Linear, among: Tensor | None) -> Tensor:
@@ -243,14 +253,14 @@ def _title(module: nn.Module) -> str:
 
 def _fraction(amount: float | str | Fraction) -> Fraction:
     if isinstance(amount, Integral):
-        raise UserError(f"amount must be a fraction, e.g. 0.5, not a number of weights, got {amount!r}")
+        raise UserError(f"amount must be a fraction, e.g. 0.5, not a number of weights, got {show(amount)}")
     return exact_fraction("amount", amount)
 
 
 def _check(module: nn.Module, name: str, statistics: fk.LayerStatistics) -> None:
     """Refuse a module that cannot be pruned, and statistics of another module or device."""
-    if name != "weight":
-        raise UserError(f"name must be 'weight': only that can be ranked by the inputs of the module, got {name!r}")
+    if not isinstance(name, str) or name != "weight":
+        raise UserError(f"name must be 'weight': only that can be ranked by the inputs of the module, got {show(name)}")
     check_linear(type(module).__name__, module, pruned=True)
     weight, sums = module.weight, (statistics.g2, statistics.x2)
     got = [None if s is None else (list(s.shape), str(s.device)) for s in sums]

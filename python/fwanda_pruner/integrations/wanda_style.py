@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
-from ..errors import UserError
+from ..errors import UserError, show
 from . import check_linear, count_of, kept_of, number_of
 
 
@@ -39,7 +39,8 @@ class WrappedGPT:
     """
 
     def __init__(self, layer: nn.Linear, layer_id: int = 0, layer_name: str = "none"):
-        check_linear(layer_name if layer_name != "none" else "layer", layer)
+        named = isinstance(layer_name, str) and layer_name != "none"
+        check_linear(layer_name if named else "layer", layer)
         self.layer, self.layer_id, self.layer_name = layer, layer_id, layer_name
         self.dev = layer.weight.device
         self.rows, self.columns = layer.weight.shape
@@ -85,10 +86,11 @@ def wanda_mask(
     does the same. Its n:m selection is a topk, which may remove any of several equal scores at the cut. Without such
     ties the masks are equal; with them the counts are equal.
     """
+    parts = _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m)
     bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
     masks = [
         fk.row_topk_mask(part, scale, keep, bad=bad) if m is None else fk.nm_mask(part, scale, keep, m, bad=bad)
-        for part, scale, keep, m in _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m)
+        for part, scale, keep, m in parts
     ]
     if int(bad):
         raise ValueError(fk.bad_message("wanda_mask", int(bad)))
@@ -113,13 +115,17 @@ def _parts(
     weight: Tensor, scaler_row: Tensor, sparsity_ratio: float, prune_n: int, prune_m: int
 ) -> list[tuple[Tensor, Tensor, int, int | None]]:
     """Split the columns into parts (weight, scale, number kept, m): kept of m columns, or of the row if m is None."""
+    for name, tensor, dims in (("weight", weight, 2), ("scaler_row", scaler_row, 1)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims:
+            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UserError(f"{name} must be a tensor {'[R, C]' if dims == 2 else '[C]'}, got {got}")
     cols = weight.shape[1]
     if scaler_row.shape != (cols,):
         raise UserError(f"scaler_row must be [C]=[{cols}], got {list(scaler_row.shape)}")
     scale, prune_n = scaler_row.sqrt(), count_of("prune_n", prune_n)
     if prune_n == 0:
         if not 0 <= number_of("sparsity_ratio", sparsity_ratio) <= 1:
-            raise UserError(f"sparsity_ratio must be in [0, 1], got {sparsity_ratio}")
+            raise UserError(f"sparsity_ratio must be in [0, 1], got {show(sparsity_ratio)}")
         return [(weight, scale, cols - int(cols * sparsity_ratio), None)]
     keep, tail = kept_of(prune_n, prune_m), cols % prune_m
     if 0 < tail < prune_n:

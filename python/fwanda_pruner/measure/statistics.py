@@ -17,8 +17,9 @@ from ..config import PruneConfig, settings_of
 from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine
 from ..engine.resume import Unfinished
-from ..errors import UserError, one_line, refuse_pipe
+from ..errors import UserError, did_you_mean, one_line, refuse_pipe, show
 from ..formats.files import atomic_file
+from ..model.place import named_device
 from ..model.targets import Target
 from ..notes import warn
 from ..setting_checks import expect_path
@@ -88,7 +89,14 @@ class Statistics:
         return replace(self, x2=x2, n_tokens=counts, fisher_tokens=self.n_tokens)
 
     def layer(self, name: str) -> fk.LayerStatistics:
-        """The sums of one target, which give its norm and omega."""
+        """The sums of one target, which give its norm and omega.
+
+        Raises:
+            UserError: the statistics have no target of this name.
+        """
+        if not isinstance(name, str) or name not in self.x2:
+            hint = did_you_mean(name, self.x2) if isinstance(name, str) else ""
+            raise UserError(f"name must be that of a matrix of the statistics, got {show(name)}{hint}")
         return fk.LayerStatistics(
             self.x2[name], self.g2.get(name), self.n_tokens[name], g2_tokens=self.fisher_tokens.get(name)
         )
@@ -101,6 +109,7 @@ class Statistics:
         """
         from safetensors.torch import save_file
 
+        expect_path("path", path)
         tensors, values = self.to_parts()
         with atomic_file(Path(path)) as temporary:
             save_file(tensors, temporary, metadata={"fwanda": json.dumps(values)})
@@ -203,7 +212,12 @@ class Statistics:
                 raise UserError(f"{name} has NaN or inf values; the model overflows on the calibration text")
 
     def to(self, device) -> Statistics:
-        """The same statistics on a device."""
+        """The same statistics on a device.
+
+        Raises:
+            UserError: `device` is no CPU or GPU.
+        """
+        device = named_device(device)
         moved = {k: {name: t.to(device) for name, t in getattr(self, k).items()} for k in ("x2", "g2")}
         return replace(self, **moved)
 

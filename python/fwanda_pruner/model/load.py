@@ -13,9 +13,10 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from ..config import DTYPES
+from ..config import DTYPES, ENGINES
 from ..errors import UserError, has_control, show
 from ..register_packed import METHOD
+from ..setting_checks import expect_flags
 from .busy import warn_if_busy
 from .checks import (
     auto_class,
@@ -90,6 +91,11 @@ def load_model(
     """
     target, name = find_device(device), _checked_name(name)
     _check_dtype(dtype)
+    expect_flags(allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, offload=offload)
+    if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
+        raise UserError(f"max_bytes must be a number of bytes from 1 on, or None, got {show(max_bytes)}")
+    if not isinstance(engine, str) or engine not in ENGINES:
+        raise UserError(f"engine must be one of {', '.join(ENGINES)}, got {show(engine)}")
     if target.type == "cpu":
         warn_if_busy()
     gguf = _gguf_path(name)
@@ -124,6 +130,7 @@ def load_packed(
     """
     target, name = find_device(device), _checked_name(name)
     _check_dtype(dtype)
+    expect_flags(trust_remote_code=trust_remote_code)
     gguf = _gguf_path(name) is not None
     if gguf or (name and Path(name).is_dir() and not is_packed(name)):
         raise UserError(f"{name} is not packed; load it by load_model(), or pack it: fwanda pack {name} --output DIR")
@@ -178,7 +185,7 @@ def find_device(device: str) -> torch.device:
     Raises:
         UserError: there is no such device.
     """
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = named_device(device)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -188,8 +195,8 @@ def find_device(device: str) -> torch.device:
 
 
 def _check_dtype(dtype: str | None) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype is not None and not (isinstance(dtype, str) and dtype in DTYPES):
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, got {show(dtype)}")
 
 
 def check_name(name: str) -> None:

@@ -13,6 +13,7 @@ from fwanda_kernels import PackedHeader, pack_weight, packed_size
 
 from ..config import LEAST_PACKED
 from ..errors import UserError
+from ..setting_checks import expect_flags
 from .arguments import expect_model
 from .cache import size_text
 from .lazy import LazyTensor
@@ -36,6 +37,7 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
         UserError: no matrix is sparse enough, and not `force`; or the model is packed already, or not plain: it holds
             adapters, compiled parts, or one weight at two places.
     """
+    expect_flags(force=force)
     return _pack(model, force, pack_weight)
 
 

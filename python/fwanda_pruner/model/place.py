@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..config import PruneConfig
-from ..errors import UserError
+from ..errors import UserError, show
 from ..notes import warn
 from .placement import is_sharded, move_the_rest
 from .sharding import least_of_ranks, rank_count, shard_
@@ -71,7 +71,7 @@ def named_device(name: str) -> torch.device:
     except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+        raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {show(name)}")
     return device
 
 

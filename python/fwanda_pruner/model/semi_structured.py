@@ -14,7 +14,7 @@ from torch.sparse import (
 
 from fwanda_kernels import compress_24, compress_24_cusparselt
 
-from ..errors import UserError
+from ..errors import UserError, show
 from .arguments import expect_model
 from .packed import expect_dense
 from .targets import Target, find_targets
@@ -42,7 +42,7 @@ def to_semi_structured(model: nn.Module, *, tokens: int = 2048) -> nn.Module:
     expect_model(model)
     expect_dense(model)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise UserError(f"to_semi_structured: tokens must be a whole number from 1 on, got {tokens!r}")
+        raise UserError(f"to_semi_structured: tokens must be a whole number from 1 on, got {show(tokens)}")
     layers = _linear_targets(model)
     _expect_24(layers)
     backend = _backend({target.weight.device for target in layers})

@@ -32,6 +32,7 @@ from ..model.targets import Skipped, Target, check_model, check_target_dtypes, f
 from ..notes import recording, showing, warn
 from ..progress import planned
 from ..report.record import Report
+from ..setting_checks import expect_flags
 from ..text.windows import given_tokens, tokens_sha256
 from . import outcome, stages
 from .energy import EnergyMeter
@@ -146,7 +147,7 @@ def run_prune(
     Raises:
         UserError: as prune().
     """
-    _check_arguments(model, tokenizer)
+    _check_arguments(model, tokenizer, progress)
     expect_type("statistics", statistics, Statistics, "measure them by collect(), or read a file by Statistics.load()")
     expect_type("state", state, RunState, "make one by RunState(folder)")
     state = state or RunState()
@@ -224,8 +225,9 @@ def _prune(
     return Pruned(settled, statistics, choice, passes, floored, rows, row_histogram, refitted, domains)
 
 
-def _check_arguments(model, tokenizer, *, packed: bool = False) -> None:
+def _check_arguments(model, tokenizer, progress, *, packed: bool = False) -> None:
     check_plain(model, packed=packed)
+    expect_flags(progress=progress)
     expect_tokenizer(tokenizer)
 
 
@@ -252,7 +254,7 @@ def collect(
     Raises:
         UserError: as prune().
     """
-    _check_arguments(model, tokenizer)
+    _check_arguments(model, tokenizer, progress)
     groups = (*CALIBRATION, "passes")
     config = PruneConfig(**_config(config, settings, settings_of(*groups)).select(*groups))
     if own is not None:
@@ -289,7 +291,7 @@ def own_text(model: nn.Module, tokenizer, *, configs: Sequence[PruneConfig], pro
     Raises:
         UserError: as prune().
     """
-    _check_arguments(model, tokenizer)
+    _check_arguments(model, tokenizer, progress)
     stage = Stages(RunState(), model_device(model), Ranks.current())
     needs = [(config, stages.reads(config, None)) for config in (config.resolved() for config in configs)]
     config, reads = max(needs, key=lambda need: own_windows(need[0], **need[1]))
@@ -321,7 +323,7 @@ def evaluate_model(
     Raises:
         UserError: as prune().
     """
-    _check_arguments(model, tokenizer, packed=True)
+    _check_arguments(model, tokenizer, progress, packed=True)
     config = _config(config, settings, (*settings_of("eval", "bos"), "seqlen"))
     with recording([]), showing(Ranks.current().first), evaluating(model):
         config = with_sources(config, None, eval, None)

@@ -22,7 +22,7 @@ from ..model.targets import is_multimodal
 from ..notes import warn
 from ..report.card import model_card
 from ..report.record import FILE_NAME, Report
-from ..setting_checks import expect_path
+from ..setting_checks import expect_flags, expect_path
 from ..stage_names import StageName
 from .stage import timed
 
@@ -84,6 +84,7 @@ def save_pruned(
     expect_type("report", report, Report, "give what prune() returned", needed=True)
     expect_type("note", note, str, "give one sentence of text")
     expect_path("output", output)
+    expect_flags(overwrite=overwrite)
     check_names(model)
     if not is_sharded(model):  # shard_() has checked it
         check_shared(model)

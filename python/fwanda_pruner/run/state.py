@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..engine.ranks import Ranks
 from ..errors import UserError, one_line
-from ..formats.files import atomic_file, user_errors
+from ..formats.files import atomic_file, resolved_output, user_errors
+from ..setting_checks import expect_flags, expect_path
 
 _FACTS, _SHA256 = "fwanda", "sha256"  # keys in the metadata of a stage file
 _OWN_NAMES = re.compile(r"lock|[a-z_]+(-[a-z]+|-\d+)?\.safetensors|\..+\.tmp")  # the files that a run writes here
@@ -54,9 +55,14 @@ class RunState:
         self.folder: Path | None = None
         self.resumed = False
         self.removed = 0
+        expect_flags(resume=resume, overwrite=overwrite)
+        if output is not None:
+            expect_path("output", output)
         if output is None or not Ranks.current().first:
             return
-        self.output = output = Path(output).resolve()
+        self.output = output = resolved_output(output)
+        if not output.name:
+            raise UserError(f"output {output} cannot be replaced; choose a folder inside it")
         self.folder = output.with_name(f".{output.name}.resume")
         paths = _own_files(self.folder)
         with user_errors(output):
