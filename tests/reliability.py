@@ -426,6 +426,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A number has a billion digits, or more than 64 bits",
         "refused at once, in one line",
     ),
+    "endless work": (
+        "A number or a recipe of a few bytes asks for work of years",
+        "refused at once, in one line that names the limit",
+    ),
     "zero sizes": ("A matrix or batch has a dimension of size 0", "every op serves it, on every backend"),
     "overlap": (
         "Weights overlap in memory (expanded, as_strided, twice in a list), and counts are off; or a call changes the "

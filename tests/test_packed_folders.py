@@ -107,6 +107,23 @@ def test_a_model_that_was_packed_after_pruning_is_saved_packed(save, tmp_path):
     assert torch.equal(logits(load_packed(tmp_path / "out", device="cpu").model), expected)
 
 
+@pytest.mark.fault("endless work")
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--batches", "999999"], "--batches must be in [1, 1024], at most 32 of them, got 999999"),
+        (["--batches", ",".join(["1"] * 33)], "--batches must be in [1, 1024], at most 32 of them, got 1,1,"),
+        (["--prompts", "8,900000", "--tokens", "100001"], "--tokens must be in [1, 100000], got 100001"),
+        (["--tokens", "0"], "--tokens must be in [1, 100000], got 0"),
+        (["--tokens", "-5"], "--tokens must be in [1, 100000], got -5"),
+    ],
+    ids=range(5),
+)
+def test_a_bench_of_more_than_a_machine_can_do_is_refused_at_once(flags, message, tmp_path, capsys):
+    assert main(["bench", str(tmp_path), *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"fwanda: error: {message}")
+
+
 def test_the_bench_of_a_dense_model_is_refused_before_it_measures(tmp_path, monkeypatch):
     tiny.llama().save_pretrained(tmp_path)
     monkeypatch.setattr("fwanda_pruner.run.bench.measure", lambda *_args, **_named: pytest.fail("it measured"))

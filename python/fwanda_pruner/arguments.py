@@ -244,7 +244,10 @@ def _add_bench(commands) -> None:
     parser = _command(commands, "bench", bench, about, "DIR")
     parser.add_argument("folder", metavar="DIR", help="folder of a pruned model, packed or dense")
     parser.add_argument(
-        "--batches", metavar="N,N", default="1,4,16", help="sequences to decode at once (default: %(default)s)"
+        "--batches",
+        metavar="N,N",
+        default="1,4,16",
+        help="sequences to decode at once, up to 1024 (default: %(default)s)",
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", default=64, help="tokens to decode per sequence (default: %(default)s)"

@@ -167,7 +167,7 @@ def global_fwanda_unstructured(
     """
     removed = _fraction(amount)
     pairs = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else None
-    if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    if pairs is None or not all(map(_is_parameter, pairs)):
         raise UserError(f"parameters must be a list of (module, name) tuples, got {show(parameters)}")
     parameters = pairs
     if not parameters or len(set(parameters)) < len(parameters):
@@ -192,6 +192,10 @@ def global_fwanda_unstructured(
     counts = _global_counts(config, modules, layers)
     scales = [measured_norm(title, layer) for title, layer in zip(titles, layers, strict=True)]
     _prune(modules, scales, _within(counts, left), amongs)
+
+
+def _is_parameter(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], nn.Module) and isinstance(pair[1], str)
 
 
 def _layer(statistics: Statistics, module: nn.Module, name: str) -> fk.LayerStatistics:

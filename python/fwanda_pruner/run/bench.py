@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 
 from ..engine.decode import Decoder
 from ..engine.device import evaluating
-from ..errors import UserError
+from ..errors import UserError, shortened
 from ..model.load import is_packed, load_model, load_packed
 from ..model.pack import pack_, sparse_targets
-from ..progress import begin_stage, planned
+from ..progress import begin_stage, planned, progress_bar
 from .energy import EnergyMeter
 
 PROMPT = 16  # tokens that decoding starts from
 EXTRA = 4  # steps of decoding beside those that are measured
+MOST = {"batches": 1024, "tokens": 100_000, "prompts": 1_000_000}  # what bench() takes
+_MOST_VALUES = 32  # batches or prompts in one call
 _RESOLVED = 2.2  # seconds; the energy meter resolves 2.0
 
 
@@ -71,11 +74,14 @@ def bench(
         prompts: lengths of prompts that are read in one pass.
 
     Raises:
-        UserError: as load_model() or sparse_targets(); a number is not positive, or more tokens than the model has
-            positions.
+        UserError: as load_model() or sparse_targets(); a number is beyond MOST, more tokens than the model has
+            positions, or a batch or a prompt that does not fit the memory.
     """
-    if min(*batches, *prompts, tokens) < 1:
-        raise UserError("bench: batches, tokens and prompts must be at least 1")
+    for name, numbers in {"batches": batches, "prompts": prompts, "tokens": (tokens,)}.items():
+        if not all(1 <= number <= MOST[name] for number in numbers) or len(numbers) > _MOST_VALUES:
+            got = ",".join(map(str, numbers))
+            several = f", at most {_MOST_VALUES} of them" if name != "tokens" else ""
+            raise UserError(f"--{name} must be in [1, {MOST[name]}]{several}, got {shortened(got)}")
     rows = []
     with planned(["dense", "packed"]):
         for form in ("dense", "packed"):
@@ -85,7 +91,7 @@ def bench(
             if form == "dense" and not is_packed(folder):
                 sparse_targets(model)  # refuses a dense model before anything is measured
             with evaluating(model):
-                rows += measure(model, form, batches=batches, tokens=tokens, prompts=prompts)
+                rows += measure(model, form, batches=batches, tokens=tokens, prompts=prompts, label=form)
             del model
     return rows
 
@@ -131,34 +137,69 @@ def _load(folder: str | Path, form: str, device: str, dtype: str | None) -> nn.M
 
 
 @torch.no_grad()
-def measure(model: nn.Module, form: str, *, batches: Sequence[int], tokens: int, prompts: Sequence[int]) -> list[Row]:
-    """Measure a model as it is, in evaluation mode; arguments as bench(), and `form` names it in the rows."""
+def measure(
+    model: nn.Module,
+    form: str,
+    *,
+    batches: Sequence[int],
+    tokens: int,
+    prompts: Sequence[int],
+    label: str | None = None,
+) -> list[Row]:
+    """Measure a model as it is, in evaluation mode.
+
+    Args:
+        form: names the model in the rows.
+        batches, tokens, prompts: as bench().
+        label: title of the progress bar; None shows none.
+
+    Raises:
+        UserError: a batch or a prompt does not fit the memory.
+    """
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     device, vocabulary = model.device, model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
+    graphs = batches if device.type == "cuda" else ()
     rows = []
 
     def prompt(batch: int, length: int) -> Tensor:
         return torch.randint(vocabulary, (batch, length), generator=generator).to(device)
 
     def add(work: str, batch: int, steps: int, per_step: int, timing: tuple[float, float | str]) -> None:
+        bar.update(1)
         ms, joules = timing
         per_token = joules if isinstance(joules, str) else joules / per_step
         rows.append(Row(form, work, batch, steps, 1e3 * per_step / ms, ms, per_token, size))
 
-    for batch in batches:
-        step = decode_steps(model, prompt(batch, PROMPT))
-        add("decode eager", batch, tokens, batch, _timed(step, tokens, device))
-    for batch in batches if device.type == "cuda" else ():
-        decoder, uniforms = Decoder(model, batch, tokens), torch.rand(batch, tokens, generator=generator).double()
-        ms, joules = _timed(lambda d=decoder, u=uniforms: d.draw(u, 0, lambda _: None), 1, device, seconds=_RESOLVED)
-        joules = joules if isinstance(joules, str) else joules / tokens
-        add("decode graphs", batch, tokens, batch, (ms / tokens, joules))
-    for length in prompts:
-        ids = prompt(1, length)
-        step = partial(model, input_ids=ids, use_cache=False, logits_to_keep=1)
-        add("prefill", 1, length, length, _timed(step, 3, device, seconds=_RESOLVED))
+    total = len(batches) + len(graphs) + len(prompts)
+    with progress_bar(label=label, unit="measurements", total=total) as bar:
+        for batch in batches:
+            with _fitting(f"--batches {batch}", device):
+                step = decode_steps(model, prompt(batch, PROMPT))
+                add("decode eager", batch, tokens, batch, _timed(step, tokens, device))
+        for batch in graphs:
+            with _fitting(f"--batches {batch}", device):
+                uniforms = torch.rand(batch, tokens, generator=generator).double()
+                step = partial(Decoder(model, batch, tokens).draw, uniforms, 0, lambda _: None)
+                ms, joules = _timed(step, 1, device, seconds=_RESOLVED)
+                joules = joules if isinstance(joules, str) else joules / tokens
+                add("decode graphs", batch, tokens, batch, (ms / tokens, joules))
+        for length in prompts:
+            with _fitting(f"--prompts {length}", device):
+                step = partial(model, input_ids=prompt(1, length), use_cache=False, logits_to_keep=1)
+                add("prefill", 1, length, length, _timed(step, 3, device, seconds=_RESOLVED))
     return rows
+
+
+@contextmanager
+def _fitting(setting: str, device: torch.device) -> Iterator[None]:
+    """Turns what a device says when its memory ends into a UserError that names the setting."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise UserError(f"bench: {setting} does not fit the memory of {device}; give less") from error
+        raise
 
 
 def decode_steps(model: nn.Module, prompt: Tensor) -> Callable[[], object]:

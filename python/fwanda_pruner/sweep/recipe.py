@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import PruneConfig
-from ..errors import UserError, did_you_mean, one_line, refuse_pipe
+from ..errors import UserError, did_you_mean, one_line, refuse_pipe, shortened
 from ..yaml_file import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
+MOST_CELLS = 10_000  # each is a run of seconds at least
 _KEYS = ("base", "cells", "seeds", "tasks", "share_statistics")
 _NAMED = ("method", "allocation", "pattern", "sparsity", "order", "seed")  # describe() shows them in its own way
 
@@ -112,8 +114,14 @@ def _combinations(path: Path, values: dict, overrides: dict) -> Iterable[PruneCo
         raise UserError(f"{path}: give a list of seeds beside cells, and no seed in base or in a cell")
     if not seeds or [] in [value for cell in cells for value in cell.values()]:
         raise UserError(f"{path}: a list of seeds or of values is empty")
-    for cell in cells:
-        lists = [value if isinstance(value, list) else [value] for value in cell.values()]
+    crossed = [[value if isinstance(value, list) else [value] for value in cell.values()] for cell in cells]
+    count = sum(math.prod(map(len, lists)) for lists in crossed) * len(seeds)
+    if count > MOST_CELLS:
+        raise UserError(
+            f"{path}: its lists make {shortened(str(count), 20)} cells, at most {MOST_CELLS} are allowed; take values "
+            f"or seeds out, or write several recipes"
+        )
+    for cell, lists in zip(cells, crossed, strict=True):
         for *combination, seed in itertools.product(*lists, seeds):
             settings = {**base, **dict(zip(cell, combination, strict=True)), "seed": seed, **overrides}
             try:
