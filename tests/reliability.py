@@ -54,6 +54,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "an error of one line names the tensor, and nothing is loaded; without fwanda, the error of transformers comes "
         "with a line that says what to import",
     ),
+    "stored type": (
+        "A file stores weights, biases, packed weights or masks as bools, complex numbers or integers",
+        "one line names the tensor and its type; nothing is cast in silence",
+    ),
     "2:4 input": (
         "A model for torch's 2:4 kernels is not 2:4, has shapes or dtypes that do not fit, or there is no GPU for them",
         "`to_semi_structured` names the matrix in an error of one line, and changes nothing",

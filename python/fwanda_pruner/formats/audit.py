@@ -95,7 +95,13 @@ def _read(file: Path, parts: Iterable[Part]) -> Iterator[Tensor]:
     try:
         with safe_open(file, framework="pt") as tensors:
             for tensor, index in parts:
-                yield tensors.get_tensor(tensor) if index is None else tensors.get_slice(tensor)[index]
+                values = tensors.get_tensor(tensor) if index is None else tensors.get_slice(tensor)[index]
+                if not values.is_floating_point() or values.dtype.itemsize < 2:
+                    raise UserError(
+                        f"{file}: {tensor} must be floats of 16 bits or more, got "
+                        f"{str(values.dtype).removeprefix('torch.')}; write the folder again"
+                    )
+                yield values
     except (OSError, SafetensorError, IndexError) as error:
         raise UserError(f"{file}: cannot be read: {one_line(error)}") from error
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import transformers
@@ -13,6 +13,7 @@ from ..errors import UserError, is_lost_connection, shortened, show
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _QUANTIZED_TYPES = ("F8_", "F6_", "F4", "I", "U")  # first characters of the dtypes in a safetensors header
+_FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of weights in a safetensors header
 _LONGEST_HEAD, _LONGEST_TAIL = 500, 200  # characters of a foreign error that are kept
 
 
@@ -57,15 +58,31 @@ def check_quantization(config, what: str) -> None:
             )
 
 
-def check_stored_types(files: Iterable[Path], name: str) -> None:
-    """Refuse integer or 8-bit weights by the headers of the files: newer transformers casts them to float silently."""
+def check_stored_types(files: Iterable[Path], name: str, floats: Collection[str] | None = None) -> None:
+    """Refuse weights that are no floats by the headers of the files: newer transformers casts them to float silently.
+
+    Args:
+        files: the safetensors files of the model.
+        name: of the model.
+        floats: names of the floating-point tensors of the loaded model; None: tensors whose names end with `weight`.
+
+    Raises:
+        UserError: naming the tensor and its type.
+    """
     for file in files:
         for tensor, stored in _header(file, name).items():
-            if tensor.endswith("weight") and str(stored.get("dtype", "")).startswith(_QUANTIZED_TYPES):
+            dtype = str(stored.get("dtype"))
+            if dtype in _FLOATS or not (tensor.endswith("weight") if floats is None else tensor in floats):
+                continue
+            if dtype.startswith(_QUANTIZED_TYPES):
                 raise UserError(
-                    f"model {name!r} is quantised ({tensor} is stored as {stored['dtype']}): "
+                    f"model {name!r} is quantised ({tensor} is stored as {dtype}): "
                     "pruning needs floating-point weights; use the original checkpoint"
                 )
+            raise UserError(
+                f"model {name!r}: {tensor} is stored as {show(dtype)}, expected one of {', '.join(_FLOATS)}; use the "
+                f"original checkpoint"
+            )
 
 
 def check_packed_types(files: Iterable[Path], names: Iterable[str], name: str) -> None:

@@ -283,6 +283,8 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
             check_packed_types(files, [key for key, _, _ in packed_weights(model)], name)
         elif not folder:
             check_stored_types(files, name)
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        check_stored_types(files, name, {key for key, tensor in named if tensor.is_floating_point()})
     check_loaded(model, info, name)
     if lacks_tokenizer(name):
         return model, None
