@@ -166,7 +166,7 @@ def test_another_model_does_not_go_on(argv, capsys, folder, tmp_path):
 
 
 @pytest.mark.fault("other model")
-@pytest.mark.parametrize("change", ["norm", "config"])
+@pytest.mark.parametrize("change", ["norm", "config", "tokenizer"])
 def test_a_model_that_changed_in_its_folder_does_not_go_on(argv, capsys, folder, tmp_path, change):
     shutil.copytree(argv[1], tmp_path / "model")
     argv[1] = str(tmp_path / "model")
@@ -176,11 +176,13 @@ def test_a_model_that_changed_in_its_folder_does_not_go_on(argv, capsys, folder,
         model = tiny.LlamaForCausalLM.from_pretrained(argv[1])
         model.model.norm.weight.data[0] += 1
         model.save_pretrained(argv[1])
+    elif change == "tokenizer":
+        tiny.tokenizer(turned=True).save_pretrained(argv[1])
     else:
         path = tmp_path / "model" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
     assert cli.main([*argv, "--resume"]) == 2
-    assert "the interrupted run had weights" in capsys.readouterr().err
+    assert f"the interrupted run had {'tokenizer' if change == 'tokenizer' else 'weights'}" in capsys.readouterr().err
 
 
 @pytest.mark.fault("changed state")

@@ -523,6 +523,14 @@ def test_a_model_that_differs_in_a_norm_or_a_setting_runs_again(recipe, tmp_path
     assert len({measured(cell["dense"])[0] for cell in cells}) == 4
 
 
+@pytest.mark.fault("other model")
+def test_another_tokenizer_runs_again(recipe, tmp_path):
+    found = Recipe.load(recipe([{"method": "wanda"}]))
+    first = run(found, tmp_path / "out")
+    other = sweep.run(tiny.llama(), tiny.tokenizer(turned=True), found, tmp_path / "out", source="tiny", progress=False)
+    assert measured(first[0]["dense"]) != measured(other[0]["dense"]) and run(found, tmp_path / "out") == first
+
+
 def test_another_text_or_model_runs_again(recipe, tmp_path):
     found = Recipe.load(recipe([{"method": "wanda"}]))
     first = run(found, tmp_path / "out")

@@ -190,9 +190,10 @@ def build(family: str, dtype=torch.float32) -> nn.Module:
 WORDS = "the quick brown fox jumps over the lazy dog and runs home before the rain".split()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word: w3 ... w63, with <unk>, <s> and </s> before them."""
-    words = ["<unk>", "<s>", "</s>"] + [f"w{i}" for i in range(3, VOCABULARY)]
+def tokenizer(*, turned: bool = False) -> PreTrainedTokenizerFast:
+    """One token a word: w3 ... w63, with <unk>, <s> and </s> before them; turned: w63 ... w3."""
+    names = [f"w{i}" for i in range(3, VOCABULARY)]
+    words = ["<unk>", "<s>", "</s>", *(reversed(names) if turned else names)]
     base = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     base.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=base, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

@@ -165,7 +165,7 @@ def run_prune(
         stages.check_given(config, model, statistics)
         if config.responds or config.weighs_tokens or (config.needs_fisher and statistics is None):
             check_backward(model, f"--method {config.method} --allocation {config.allocation}")
-        stages.identify(state, config, engine, sources, statistics)
+        stages.identify(state, config, engine, tokenizer, sources, statistics)
 
         reads = stages.reads(config, statistics)
         own, sampling_energy = stages.own_text(stage, engine, config, tokenizer, own, **reads)

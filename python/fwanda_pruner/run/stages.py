@@ -32,6 +32,7 @@ from ..report.record import MatrixRow, versions
 from ..stage_names import StageName
 from ..text.domains import Domain, spread_evenly
 from ..text.own_text import sample_tokens, start_token_of
+from ..text.tokenizer_hash import tokenizer_sha256
 from ..text.windows import tokens_sha256
 from . import codecs
 from .energy import EnergyMeter
@@ -61,7 +62,9 @@ def check_given(config: PruneConfig, model: nn.Module, given: Statistics | None)
     given.check(targets, fisher=config.needs_fisher, weights=fingerprint(make_engine(model, targets, config)))
 
 
-def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sources, given: Statistics | None) -> None:
+def identify(
+    state: RunState, config: PruneConfig, engine: Engine, tokenizer, sources: Sources, given: Statistics | None
+) -> None:
     """Tells the state what this run must have in common with the interrupted run that it resumes.
 
     Raises:
@@ -73,6 +76,7 @@ def identify(state: RunState, config: PruneConfig, engine: Engine, sources: Sour
     inputs = {"statistics": None if given is None else given.fingerprint(), "weights": fingerprint(engine)}
     facts = {**inputs, **config.without("energy", "save"), **versions(engine.device)}
     facts["dtype"] = str(engine.model.dtype).removeprefix("torch.")  # the fingerprint is the same in every dtype
+    facts["tokenizer"] = tokenizer_sha256(tokenizer)
     ranks.check_same(lambda: {**facts, "engine": engine.name})
     facts |= sources.identity()
     ranks.share(lambda: state.identify({**facts, "windows": ranks.division}) if state.folder else None)

@@ -30,6 +30,7 @@ from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
 from ..terminal import say
 from ..text.sources import local_sha256
+from ..text.tokenizer_hash import tokenizer_sha256
 from .figures import PICTURES
 from .recipe import Recipe, describe
 from .tables import TABLES
@@ -57,6 +58,7 @@ class _Sweep:
         folder: where the files of the cells lie.
         tasks: arguments of evaluate_tasks().
         weights: hash of the dense weights.
+        tokens: hash of the tokenizer.
         texts: name of each text -> hash of its file; None if the text is no file.
         progress: show bars.
     """
@@ -67,6 +69,7 @@ class _Sweep:
     folder: Path
     tasks: TaskSettings
     weights: str
+    tokens: str | None
     texts: dict[str | None, str | None]
     progress: bool
 
@@ -113,7 +116,8 @@ def run(
         )
     names = {name for config in recipe.cells for name in _text_names(config)}
     texts = {name: local_sha256(name) for name in names}
-    sweep = _Sweep(model, tokenizer, recipe, folder, tasks, fingerprint(engine), texts, progress)
+    hashes = fingerprint(engine), tokenizer_sha256(tokenizer)
+    sweep = _Sweep(model, tokenizer, recipe, folder, tasks, *hashes, texts, progress)
     weights = _copied(engine)
     cells, shared = {}, _Shared()
     ordered = sorted(recipe.cells, key=lambda config: (_calibration(config), config.removed))
@@ -307,6 +311,7 @@ def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
         "version": fk.__version__,
         "dtype": str(sweep.model.dtype).removeprefix("torch."),
         "weights": sweep.weights,
+        "tokenizer": sweep.tokens,
         "texts": [sweep.texts.get(name) for name in _text_names(config)],
         "tasks": sweep.recipe.tasks,
         "limit": sweep.tasks.limit,
