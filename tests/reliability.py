@@ -247,7 +247,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "other model": (
         "The model has changed (a norm, one weight, a value of its config) between `fwanda calibrate` and "
-        "`fwanda prune --statistics`, before `--resume`, or between two runs of a sweep; or its tokenizer, for the last two",
+        "`fwanda prune --statistics`, before `--resume`, or between two runs of a sweep; or the tokenizer, before "
+        "`--resume` or between two runs of a sweep",
         "a hash of all weights and of the settings that change outputs tells it: statistics and a resumed run are "
         "refused in one line, and a sweep runs its cells anew",
     ),

@@ -180,3 +180,21 @@ def test_compiled_blocks_with_other_hooks_share_no_graph(skipped, quick_compile)
 def test_a_wrapper_of_torch_compile_is_refused_in_one_line():
     with pytest.raises(UserError, match="give the model itself, model._orig_mod"):
         fwanda_pruner.prune(torch.compile(tiny.llama()), calibration=tiny.tokens(4, LENGTH), progress=False)
+
+
+@pytest.mark.fault("compiled")
+@pytest.mark.parametrize("call", ["masks", "unpack_", "to_semi_structured", "evaluate_model", "pack_", "keep_zeros"])
+def test_a_wrapper_is_one_line_for_every_function(call):
+    arguments = (None,) if call == "masks" else ()
+    with pytest.raises(UserError, match="^the model is a wrapper of torch.compile; give the model itself"):
+        result = getattr(fwanda_pruner, call)(torch.compile(tiny.llama(), backend="eager"), *arguments)
+        list(result) if call == "masks" else None
+
+
+@pytest.mark.fault("compiled")
+def test_a_wrapper_is_saved_as_the_model_that_it_wraps(tmp_path):
+    model = tiny.llama()
+    report = fwanda_pruner.prune(model, method="magnitude", guard="none", progress=False)
+    fwanda_pruner.save_pruned(torch.compile(model, backend="eager"), None, report, tmp_path / "out")
+    loaded = fwanda_pruner.load_model(tmp_path / "out", device="cpu").model
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))

@@ -1,5 +1,6 @@
 """Tasks of lm-eval: accuracies as computed by hand, the protocol in the result, and one line for every mistake."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -297,6 +298,33 @@ def test_arguments_of_other_types_are_one_line(arguments, message):
     with pytest.raises(UserError) as error:
         evaluate_tasks(tiny.llama(), tiny.tokenizer(), **{"tasks": ["rte"], **arguments})
     assert str(error.value).startswith(message) and "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@needs_lm_eval
+@pytest.mark.fault("compiled")
+def test_a_wrapper_of_torch_compile_is_one_line(task):
+    with pytest.raises(UserError, match="^the model is a wrapper of torch.compile; give the model itself"):
+        evaluate_tasks(torch.compile(tiny.llama(), backend="eager"), tiny.tokenizer(), [task])
+
+
+@needs_lm_eval
+@pytest.mark.fault("several dtypes")
+def test_a_model_that_does_not_run_with_its_dtypes_is_one_line(task):
+    model = tiny.llama()
+    model.model.layers[1].bfloat16()
+    with pytest.raises(UserError, match="^the weights have 2 dtypes "):
+        evaluate_tasks(model, tiny.tokenizer(), [task], progress=False)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("tokens", [tiny.VOCABULARY, tiny.VOCABULARY - 1])
+def test_the_ids_of_each_batch_are_looked_at_only_where_the_tokenizer_has_too_many(task, tokens):
+    model, hooks = tiny.llama(vocab_size=tokens), []
+    embedding = model.get_input_embeddings()
+    model.register_forward_pre_hook(lambda *_: hooks.append(len(embedding._forward_pre_hooks)))
+    with contextlib.suppress(UserError):  # the token without a row may occur
+        evaluate_tasks(model, tiny.tokenizer(), [task], progress=False)
+    assert hooks[-1] == (tokens < tiny.VOCABULARY)
 
 
 @needs_lm_eval

@@ -24,6 +24,7 @@ from ..engine.device import evaluating
 from ..errors import UserError, has_control, install_hint, one_line, show
 from ..model.arguments import expect_model, expect_tokenizer
 from ..model.placement import blocks_lie_apart, is_sharded
+from ..model.targets import check_dtypes
 from ..setting_checks import check_value, expect_flags, expect_path, plain
 from ..terminal import is_terminal
 from .perplexity import check_ids
@@ -69,9 +70,10 @@ def evaluate_tasks(
         A standard error is None if one example is all there is.
 
     Raises:
-        UserError: the model or the tokenizer is none, another argument is not allowed, lm-eval is not installed, a task
-            is unknown, its data cannot be loaded, it fails in lm-eval, the tokenizer has tokens that the model lacks,
-            or memory runs out.
+        UserError: the model or the tokenizer is none, the model is a wrapper of torch.compile or does not run with the
+            dtypes of its weights, another argument is not allowed, lm-eval is not installed, a task is unknown, its
+            data cannot be loaded, it fails in lm-eval, the tokenizer has tokens that the model lacks, or memory runs
+            out.
     """
     expect_model(model)
     expect_tokenizer(tokenizer, needed=True)
@@ -85,13 +87,14 @@ def evaluate_tasks(
     expanded = [name for task in tasks for name in (ZEROSHOT if task == "zeroshot" else (task,))]
     names = list(dict.fromkeys(name for name in expanded if name != "mmlu"))
     with evaluating(model), _seeded(), _quiet(progress), _data_sets(data_dir):
+        check_dtypes(model)
         parts = names, ["mmlu"] if "mmlu" in tasks else []
         loaded = [_load(parts[0]), _load(parts[1], shots=_MMLU_SHOTS)]
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         bos = tokenizer.bos_token_id is not None and lm.tok_encode("a")[:1] == [tokenizer.bos_token_id]
         results: dict = {"version": lm_eval.__version__, "batch_size": batch_size, "limit": limit}
         results |= {"data_dir": None if data_dir is None else str(data_dir), "bos": bos}
-        with _ids_checked(model):
+        with _ids_checked(model, lm.tokenizer):
             results["tasks"], mmlu = (_run(lm, *part, limit) for part in zip(parts, loaded, strict=True))
     if "zeroshot" in tasks:
         results["zeroshot"] = mean_accuracy([results["tasks"][name] for name in ZEROSHOT])
@@ -221,8 +224,15 @@ def mean_accuracy(results: list[dict]) -> dict:
 
 
 @contextmanager
-def _ids_checked(model: nn.Module) -> Iterator[None]:
-    """Inside the block, refuse token ids beyond the vocabulary before the model looks them up."""
+def _ids_checked(model: nn.Module, tokenizer: Any) -> Iterator[None]:
+    """Inside the block, refuse token ids beyond the vocabulary before the model looks them up.
+
+    Where the tokenizer has no such ids, nothing is looked at: each look waits for the device.
+    """
+    vocabulary = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
+    if max(vocabulary, default=math.inf) < model.get_input_embeddings().weight.shape[0]:
+        yield
+        return
 
     def check(_embedding, args, kwargs):
         check_ids(model, [*args, *kwargs.values()][0])

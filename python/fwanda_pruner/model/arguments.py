@@ -25,6 +25,8 @@ def expect_model(model: Any) -> None:
     if isinstance(model, tuple) and hasattr(model, "_fields"):
         raise UserError(f"{wanted}, got all that load_model() returns; unpack it: model, tokenizer = load_model(...)")
     name = type(model).__name__
+    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
+        raise UserError("the model is a wrapper of torch.compile; give the model itself, model._orig_mod")
     if not isinstance(model, nn.Module):
         hint = "; the model comes before the tokenizer" if _is_tokenizer(model) else ""
         raise UserError(f"{wanted}, got {name}{hint}")

@@ -80,6 +80,7 @@ def save_pruned(
         UserWarning: tensors or files of the folder that the model was loaded from are not in the new one; or some
             matrices were not found in the files, so their zeros were not counted.
     """
+    model = getattr(model, "_orig_mod", model)  # a wrapper of torch.compile has the same weights
     expect_model(model)
     expect_type("report", report, Report, "give what prune() returned", needed=True)
     expect_type("note", note, str, "give one sentence of text")
