@@ -109,9 +109,24 @@ def expect_bad(op: str, bad: Tensor | None, like: Tensor, size: int = 1) -> None
         expect(op, "bad", bad, (size,), INT32, like)
 
 
+def _is_list(values: object) -> bool:
+    if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+        return False
+    return getattr(values, "ndim", 1) > 0  # a tensor or an array without dimensions has no length
+
+
+def expect_mapping(op: str, name: str, value: object, kind: type) -> None:
+    """Raise unless the value is a mapping from names to objects of a type."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{op}: {name} must be a mapping from names, got {_shown(value)}")
+    for key, entry in value.items():
+        if not isinstance(entry, kind):
+            raise ValueError(f"{op}: {name}[{key!r}] must be a {kind.__name__}, got {_shown(entry)}")
+
+
 def expect_lists(op: str, **lists: Sequence) -> None:
     for name, values in lists.items():
-        if isinstance(values, (str, Mapping)) or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+        if not _is_list(values):
             raise ValueError(f"{op}: {name} must be a list, got {_shown(values)}")
     lengths = {name: len(values) for name, values in lists.items()}
     if len(set(lengths.values())) != 1 or not min(lengths.values()):
@@ -191,14 +206,28 @@ def as_count(op: str, name: str, value: int) -> int:
 def expect_number(op: str, name: str, value: float, expected: str) -> None:
     """Raise unless the value is a finite real number; a bool, a string or a tensor is none."""
     real = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
-    if not real or not _LEAST < value < _MOST:
+    try:
+        fits = real and _LEAST < value < _MOST
+    except TypeError:  # no number at all, as NaT of numpy
+        fits = False
+    if not fits:
         raise ValueError(f"{op}: {name} must be {expected}, got {_number(value)}")
 
 
 def _number(value: object) -> object:
     """A number as it is in a message; what is none, or is very long, as _shown()."""
     real = isinstance(value, (float, Fraction, str)) or (isinstance(value, int) and value.bit_length() < 64)
-    return value if real and not isinstance(value, bool) and len(str(value)) < 80 else _shown(value)
+    plain = real and not isinstance(value, bool) and len(str(value)) < 80 and str(value).isprintable()
+    return value if plain else _shown(value)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def quoted(value: object) -> str:
+    """A name as it is in a message; what is none as _shown()."""
+    return repr(value)[:80] if isinstance(value, str) else _shown(value)
 
 
 def _shown(value: object) -> str:
@@ -208,6 +237,8 @@ def _shown(value: object) -> str:
         text = " ".join(repr(value).split())[:80]
     except ValueError:  # an integer of more than 4,300 digits
         text = "a very long number"
+    except Exception:  # a repr() that fails, as of an object that is half made
+        text = "a value that cannot be shown"
     return f"{text} ({type(value).__name__})"
 
 
@@ -220,7 +251,11 @@ def bad_message(op: str, code: int) -> str:
     Args:
         op: how the line begins: the op, or the name of the matrix.
         code: nonzero, as the op ORed it into `bad`.
+
+    Raises:
+        ValueError: the code is no integer.
     """
+    code = as_count("bad_message", "code", code)
     return f"{op}: " + ", ".join(text for bit, text in _BAD_TEXT.items() if code & bit)
 
 

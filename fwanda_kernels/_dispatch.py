@@ -27,6 +27,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _autograd
+from ._checks import one_line, quoted
 from ._memory import checking_memory
 
 try:  # kernel-builder writes this module into its copies, so that several versions live in one process
@@ -171,7 +172,7 @@ def _serve(name: str, device: str, schema: torch.FunctionSchema) -> Callable:
             try:
                 result = kernel(*args)
             except ImportError as error:
-                _refused[backend, device, name] = str(error)
+                _refused[backend, device, name] = one_line(error)
                 continue
             if result is not NotImplemented:
                 return result
@@ -189,8 +190,10 @@ def forced_backend() -> str | None:
     """Name of the backend that use_backend() or FWANDA_BACKEND asks for, or None."""
     blocks = _forced
     name = blocks[-1][0] if blocks else _environment
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r} (use_backend or FWANDA_BACKEND)")
+    if name is not None and not (isinstance(name, str) and name in BACKENDS):
+        raise ValueError(
+            f"backend must be one of {', '.join(BACKENDS)}, got {quoted(name)} (use_backend or FWANDA_BACKEND)"
+        )
     return name
 
 
@@ -205,7 +208,7 @@ def _find(backend: str, device: str, name: str) -> Callable | str:
     try:
         return _load(backend, device, name)
     except ImportError as error:
-        return str(error)
+        return one_line(error)
 
 
 def _load(backend: str, device: str, name: str) -> Callable:
@@ -271,8 +274,8 @@ def explain(name: str) -> dict[str, dict[str, str]]:
     Raises:
         ValueError: name is not an op.
     """
-    if name not in OPS:
-        raise ValueError(f"explain: op must be one of {', '.join(OPS)}, got {name!r}")
+    if not isinstance(name, str) or name not in OPS:
+        raise ValueError(f"explain: op must be one of {', '.join(OPS)}, got {quoted(name)}")
     table: dict[str, dict[str, str]] = {}
     for device in ORDER:
         usable = _usable(name, device)

@@ -9,7 +9,7 @@ from threading import RLock
 import torch
 from torch import Tensor, nn
 
-from ._checks import FP32, expect, expect_dense
+from ._checks import FP32, expect, expect_dense, expect_mapping
 from ._hooked import Hook, expect_modules, free_name, input_of, is_own, output_of, recomputing
 from ._layer_sums import LastInput, LayerStatistics, Pending, Reduced, Sums, observe
 from .ops.obs import accumulate_gram_
@@ -63,6 +63,8 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     def __init__(self, modules: Mapping[str, nn.Module], initial: Mapping[str, LayerStatistics] | None = None):
         self._modules = expect_modules("collect_statistics", modules)
+        if initial is not None:
+            expect_mapping(_OP, "initial", initial, LayerStatistics)
         self._initial = dict(initial or {})
         self._sums: dict[str, Sums] = {}
         self._hooks: list[Hook] = []
@@ -245,6 +247,8 @@ def collect_hessians(
         ValueError: token_weight names no module or is not [T]; a module sees more tokens than it has weights, in a
             forward pass, or fewer, at the end of the block.
     """
+    if token_weight is not None:
+        expect_mapping("collect_hessians", "token_weight", token_weight, Tensor)
     modules, token_weight = expect_modules("collect_hessians", modules), token_weight or {}
     if unknown := token_weight.keys() - modules.keys():
         raise ValueError(f"collect_hessians: token_weight names {min(unknown)!r}, which is none of the modules")

@@ -148,7 +148,7 @@ def test_op_that_a_backend_lacks_is_refused_by_name():
 
 def test_broken_triton_is_tried_once_and_explained(tmp_path):
     (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("print('tried')\nraise ImportError('libcuda is missing')\n")
+    (tmp_path / "triton" / "__init__.py").write_text("print('tried')\nraise ImportError('libcuda\\n  is missing')\n")
     code = """
 print("begin")
 for _ in range(2):

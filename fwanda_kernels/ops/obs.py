@@ -301,7 +301,7 @@ def obs_prune_(
         checks.expect(op, "mask", mask, (rows, cols), BOOL, weight)
     if pattern is not None:
         if not isinstance(pattern, (tuple, list)) or len(pattern) != 2:
-            raise ValueError(f"{op}: pattern must be two integers (n, m), keep n of m, got {pattern!r}")
+            raise ValueError(f"{op}: pattern must be two integers (n, m), keep n of m, got {checks.quoted(pattern)}")
         pattern = list(checks.expect_pattern(op, *pattern))
     if row_weight is not None:
         checks.expect(op, "row_weight", row_weight, (rows,), FP32, weight)

@@ -50,11 +50,12 @@ class PackedHeader:
     def __post_init__(self):
         sizes = self.shape if isinstance(self.shape, tuple) else ()
         if len(sizes) != 2 or not all(isinstance(size, int) and 0 <= size < 1 << 31 for size in sizes):
-            raise ValueError(f"PackedHeader: shape must be (R, C), two sizes below 2**31, got {self.shape!r:.80}")
-        if self.dtype not in _DTYPES:
             raise ValueError(
-                f"PackedHeader: dtype must be one of {', '.join(map(str, _DTYPES))}, got {self.dtype!r:.80}"
+                f"PackedHeader: shape must be (R, C), two sizes below 2**31, got {checks.quoted(self.shape)}"
             )
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in _DTYPES:
+            got = self.dtype if isinstance(self.dtype, torch.dtype) else checks.quoted(self.dtype)
+            raise ValueError(f"PackedHeader: dtype must be one of {', '.join(map(str, _DTYPES))}, got {got}")
 
 
 def pack_weight(weight: Tensor, mask: Tensor | None = None) -> Tensor:
