@@ -31,6 +31,9 @@ def main() -> int:
     except (BuildError, ValueError) as error:
         print(f"fwanda_kernels: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fwanda_kernels: interrupted", file=sys.stderr)
+        return 130
     print(*lines, sep="\n")
     return 0
 

@@ -54,6 +54,15 @@ def test_ctrl_c_shows_no_traceback(moment, folder, tmp_path):
 
 
 @pytest.mark.fault("Ctrl-C")
+def test_ctrl_c_ends_a_build_in_one_line():
+    code = "import os, runpy, signal, sys\nsys.argv[1:] = ['--build', 'cpu']\n"
+    code += "kill = lambda event, _: os.kill(os.getpid(), signal.SIGINT) if event == 'subprocess.Popen' else None\n"
+    code += "import fwanda_kernels\nsys.addaudithook(kill)\nrunpy.run_module('fwanda_kernels', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "fwanda_kernels: interrupted\n")
+
+
+@pytest.mark.fault("Ctrl-C")
 def test_an_error_that_ctrl_c_causes_in_a_library_is_ctrl_c(folder, tmp_path, capsys, monkeypatch):
     def load(*_args, **_options):
         try:
