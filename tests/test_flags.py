@@ -26,6 +26,7 @@ from fwanda_pruner.integrations import nn_prune, wanda_style
 TEXT = tiny.tokens(16, 24)
 ARRAYS = {
     "array": np.array([1, 0]),
+    "no dimensions": np.array(0.5),
     "array of one": np.array([True]),
     "empty array": np.array([]),
     "array of objects": np.array([None, "a"], object),

@@ -166,7 +166,9 @@ def global_fwanda_unstructured(
         UserError: as for wanda_unstructured(); nothing is pruned then.
     """
     removed = _fraction(amount)
-    pairs = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else None
+    pairs = None
+    with contextlib.suppress(TypeError):  # what cannot be iterated over, such as an array without dimensions
+        pairs = list(parameters)
     if pairs is None or not all(map(_is_parameter, pairs)):
         raise UserError(f"parameters must be a list of (module, name) tuples, got {show(parameters)}")
     parameters = pairs
