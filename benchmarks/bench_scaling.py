@@ -6,7 +6,7 @@
 A case is KIND:SHAPE. First rank 0 runs all cases alone, then all ranks run them together. Each run follows a short one
 that compiles what it needs. Weights and tokens are random; those of all ranks and of the run alone are the same.
 
-    fwanda     calibration on all windows, compiled; then masks from the statistics of the run alone
+    fwanda     calibration on all windows, two in a pass, compiled; then masks from the statistics of the run alone
     sparsegpt  the walk through the blocks
     auto       a whole run of F-Wanda with --allocation auto, not compiled
     sharded    calibration on all windows with the weights divided over the ranks; alone where one GPU holds the model.
@@ -15,7 +15,7 @@ that compiles what it needs. Weights and tokens are random; those of all ranks a
 The difference of statistics from those of the run alone is that of 16 windows, uncompiled and deterministic: attention
 that is not deterministic changes the gradients from run to run. Efficiency is seconds alone / (ranks x seconds
 together). One JSON file has all cases, and is written after each of them: its path is the last line of standard
-output. lib/cost.py predicts each figure of a card that it knows.
+output.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
-from lib import cost
-from lib.cost import Cost, Engine, Text
+from lib import scaling_cases
+from lib.cost import Engine, Text
 from lib.machine import machine, synchronize
 from lib.masks import agreement, packed_masks
 from lib.naive import linears
 from lib.rates import CARDS
 from lib.results import UNSHARED, slug, write
+from lib.scaling_cases import SETTINGS, Case
 from lib.scaling_results import table
 from lib.shapes import SHAPES, build, reinitialise
 from lib.sharded_shapes import build_sharded
-from lib.sizes import shape_of
 from torch import Tensor, nn
 
 import fwanda_pruner
@@ -60,34 +60,7 @@ CASES = (
     "fwanda:llama-2-7b", "fwanda:llama-2-13b", "sparsegpt:llama-2-7b", "sharded:llama-2-13b", "sharded:llama-3-70b",
     "auto:llama-2-7b",
 )  # fmt: skip
-SETTINGS = {
-    "fwanda": {"method": "fwanda", "allocation": "row", "compile": "on"},
-    "sparsegpt": {"method": "sparsegpt"},
-    "auto": {"method": "fwanda", "allocation": "auto", "compile": "off"},
-    "sharded": {"method": "fwanda", "allocation": "row", "compile": "off"},
-}
 SEED = 0
-_WARM_UP = {"alone": 8, "together": 2 * GROUPS}  # windows of the short run: the second one of a group is compiled
-
-
-@dataclass(frozen=True)
-class Case:
-    """What runs: a key of SETTINGS, and a key of SHAPES."""
-
-    kind: str
-    shape: str
-
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        kind, _, shape = text.partition(":")
-        if kind not in SETTINGS or shape not in SHAPES:
-            raise argparse.ArgumentTypeError(f"must be KIND:SHAPE of {', '.join(SETTINGS)} and a shape, got {text!r}")
-        return cls(kind, shape)
-
-    @property
-    def measures(self) -> bool:
-        """Whether statistics are what is timed."""
-        return self.kind in ("fwanda", "sharded")
 
 
 @dataclass(frozen=True)
@@ -121,10 +94,13 @@ class Bench:
     def __init__(self, args: argparse.Namespace, device: torch.device, ranks: int):
         self.args, self.device, self.ranks = args, device, ranks
         self.dtype = getattr(torch, args.dtype)
+        windows, length = args.tokens
+        self.text = Text(windows, length, windows)
+        self.card = CARDS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
     def alone(self, case: Case) -> Run | None:
         """A case on this process; None if one GPU does not hold its model."""
-        if case.kind == "sharded" and not self.holds(case, Engine()):
+        if case.kind == "sharded" and not self.fits(case, 1):
             return None
         model = build(case.shape, self.dtype, self.device.type, SEED)
         return self.warm_run(case, model, lambda: reinitialise(model, SEED))
@@ -141,7 +117,7 @@ class Bench:
     ) -> Run:
         """A short run, then the one that counts. `renew` brings the first weights back."""
         tokens = self.tokens(case)
-        self.run(case, model, tokens[: _WARM_UP["together" if dist.is_initialized() else "alone"]])
+        self.run(case, model, tokens[: self.warm_up(case)])
         renew()
         self.reset_peak()
         Ranks.current().gather(None)  # all ranks begin together
@@ -152,6 +128,10 @@ class Bench:
             self.pruned(case, model, tokens, statistics or found)
         masks = None if case.kind == "sharded" else packed_masks(m.weight for m in linears(model).values())
         return Run(seconds, peak, found, repeatable, masks)
+
+    def warm_up(self, case: Case) -> int:
+        """Windows of the short run: two passes of each group, of which the second is compiled."""
+        return 2 * int(SETTINGS[case.kind].get("micro_batch", 1)) * (GROUPS if dist.is_initialized() else 4)
 
     def run(self, case: Case, model: nn.Module, tokens: Tensor) -> tuple[float, Statistics | None]:
         """Seconds of the stage that the case times, and its statistics."""
@@ -170,9 +150,9 @@ class Bench:
 
     def repeatable(self, case: Case, model: nn.Module, tokens: Tensor) -> Statistics:
         """Statistics of one window of each group, without what changes them from run to run."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         try:
-            return self.measured(case, model, tokens[:GROUPS], compile="off")
+            return self.measured(case, model, tokens[:GROUPS], compile="off", micro_batch="1")
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -189,7 +169,7 @@ class Bench:
         """Settings of the sharded engine, where it runs."""
         if case.kind != "sharded" or not dist.is_initialized():
             return {}
-        again = "on" if self.engine(case).checkpointing else "off"
+        again = "on" if self.engine(case, self.ranks).checkpointing else "off"
         return {"engine": "sharded", "checkpointing": again}
 
     def tokens(self, case: Case) -> Tensor:
@@ -209,32 +189,20 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # predictions
+    def engine(self, case: Case, ranks: int) -> Engine:
+        """How so many ranks run a case."""
+        return scaling_cases.engine_of(case, self.card, ranks, self.text)
 
-    def predicted(self, case: Case, engine: Engine) -> Cost | None:
-        """None on a card that the cost model does not know, and for a search."""
-        card = CARDS.get(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
-        if card is None or case.kind == "auto":
-            return None
-        stage = cost.calibration if case.measures else cost.sparsegpt
-        windows, length = self.args.tokens
-        return stage(card, shape_of(case.shape), engine, Text(windows, length, windows))
-
-    def holds(self, case: Case, engine: Engine) -> bool:
-        """Whether a GPU has the memory; True on a card that the cost model does not know."""
-        expected = self.predicted(case, engine)
-        return expected is None or cost.fits(CARDS[torch.cuda.get_device_name(self.device)], expected.peak)
-
-    def engine(self, case: Case) -> Engine:
-        """How the ranks run a case: blocks run again in the backward pass only where the memory demands it."""
-        if case.kind != "sharded":
-            return Engine("resident", self.ranks, compiled=case.kind == "fwanda")
-        engine = Engine("sharded", self.ranks)
-        return engine if self.holds(case, engine) else replace(engine, checkpointing=True)
+    def fits(self, case: Case, ranks: int) -> bool:
+        """Whether each GPU has the memory."""
+        return scaling_cases.fits(case, self.card, self.engine(case, ranks), self.text)
 
 
 def main() -> None:
     args = arguments()
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # as deterministic products demand; read by CUDA's start
     rank, ranks, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = torch.cuda.is_available() and not args.cpu
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -258,7 +226,7 @@ def main() -> None:
     Ranks.current().gather(None)
     dist.destroy_process_group()
     if rank == 0:
-        print(f"{table(result['cases'])}\n{path}")
+        print(f"{table(result)}\n{path}")
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -316,10 +284,11 @@ def compared(bench: Bench, case: Case, alone: Run | None) -> dict | None:
     if not ranks.first:
         return None
     peak = None if together.peak is None else max(peaks)
-    row |= {"together": figures(slowest, peak, bench.predicted(case, bench.engine(case)))}
+    row |= {"together": {"seconds": slowest, "peak_memory_bytes": peak}}
+    if together.statistics is not None:
+        row["micro_batch"] = together.statistics.passes["micro_batch"]
     if alone is not None:
-        expected = bench.predicted(case, replace(bench.engine(case), name="resident", ranks=1, checkpointing=False))
-        row |= {"alone": figures(alone.seconds, alone.peak, expected)}
+        row |= {"alone": {"seconds": alone.seconds, "peak_memory_bytes": alone.peak}}
         row["efficiency"] = alone.seconds / (ranks.size * slowest)
     return row | {"checks": checks(case, alone, together, digests)}
 
@@ -328,16 +297,7 @@ def unable(bench: Bench, case: Case, ranks: int) -> str | None:
     """Why a sharded case cannot run."""
     if ranks < 2:
         return "one rank has nothing to divide"
-    return None if bench.holds(case, bench.engine(case)) else "the shards and activations do not fit"
-
-
-def figures(seconds: float, peak: int | None, expected: Cost | None) -> dict:
-    return {
-        "seconds": seconds,
-        "peak_memory_bytes": peak,
-        "predicted_seconds": expected and expected.seconds,
-        "predicted_peak_bytes": expected and round(expected.peak),
-    }
+    return None if bench.fits(case, ranks) else "the shards and activations do not fit"
 
 
 def checks(case: Case, alone: Run | None, together: Run, digests: list[tuple[str, str]]) -> dict:

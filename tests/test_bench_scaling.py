@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(FOLDER))
 import bench_scaling  # noqa: E402
 from lib import scaling_results  # noqa: E402
+from lib.results import read_all  # noqa: E402
 
 
 def measured_by_two(*arguments):
@@ -53,8 +54,8 @@ def test_each_case_has_its_time_alone_and_together_and_its_efficiency(result):
     for case in facts["cases"]:
         alone, together = case["alone"]["seconds"], case["together"]["seconds"]
         assert case["efficiency"] == pytest.approx(alone / (2 * together))
-        assert case["together"]["peak_memory_bytes"] is None and case["together"]["predicted_seconds"] is None
-    assert printed == scaling_results.table(facts["cases"]).splitlines() + [""]
+        assert case["together"]["peak_memory_bytes"] is None and scaling_results.predicted(facts, case) is None
+    assert printed == scaling_results.table(facts).splitlines() + [""]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +75,7 @@ def test_a_wrong_argument_is_one_line(arguments, message, capsys):
 
 
 def figures(seconds, peak=20e9):
-    return {
-        "seconds": seconds,
-        "peak_memory_bytes": peak,
-        "predicted_seconds": 0.9 * seconds,
-        "predicted_peak_bytes": 0.95 * peak,
-    }
+    return {"seconds": seconds, "peak_memory_bytes": peak}
 
 
 def measured(date, seconds, gpus=2):
@@ -95,22 +91,35 @@ def measured(date, seconds, gpus=2):
         {"case": "sharded", "shape": "llama-3-70b", "gpus": gpus, "left_out": "it does not fit"},
     ]  # fmt: skip
     machine = {"card": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "triton": "3.6", "transformers": "5.17"}
-    return {**machine, "fwanda_kernels": "0.1", "python": "3.12", "date": date, "gpus": gpus, "cases": cases}
+    facts = {"fwanda_kernels": "0.1", "python": "3.12", "date": date, "tokens": "128x2048"}
+    return {**machine, **facts, "gpus": gpus, "cases": cases}
 
 
 def test_the_page_shows_the_newest_result_of_each_number_of_gpus(tmp_path):
     assert scaling_results.full(tmp_path) == "Not measured yet.\n"
-    for name, facts in {
+    facts = {
         "a": measured("2026-12-01", 9.0),
         "b": measured("2026-12-02", 7.6),
         "c": measured("2026-12-01", 4.0, gpus=4),
-    }.items():
-        (tmp_path / f"scaling-{name}.json").write_text(json.dumps(facts))
+    }
+    for name, one in facts.items():
+        (tmp_path / f"scaling-{name}.json").write_text(json.dumps(one))
     page = scaling_results.full(tmp_path)
     assert page.count("NVIDIA H200, driver 580.1") == 2 and "| 9.00 |" not in page
-    assert (
-        "| fwanda llama-2-7b | 2 | 14.50 | 7.60 | 0.95 | 6.84 | 20.0 | 19.0 | statistics equal on all ranks, **NOT**"
-        in page
-    )
+    expected = scaling_results.predicted(facts["b"], facts["b"]["cases"][0])
+    figures = f"{expected.seconds:.2f} | 20.0 | {expected.peak / 1e9:.1f}"
+    start = f"| fwanda llama-2-7b | 2 | 14.50 | 7.60 | 0.95 | {figures} | statistics equal on all ranks, **NOT**"
+    assert start in page
     assert "masks of equal statistics equal, statistics within 3e-07 of those alone |" in page
     assert "| sharded llama-3-70b | 4 | - | - | - | - | - | - | left out: it does not fit |" in page
+
+
+@pytest.mark.parametrize(
+    ("result", "case"),
+    [(result, case) for result in read_all("scaling").values() for case in result["cases"] if "together" in case],
+    ids=lambda one: f"{one['case']} {one['shape']}" if "case" in one else f"{one['gpus']} GPUs",
+)
+def test_measured_seconds_and_peaks_are_predicted_within_25_percent(result, case):
+    expected, found = scaling_results.predicted(result, case), case["together"]
+    assert abs(expected.seconds - found["seconds"]) <= 0.25 * found["seconds"]
+    assert abs(expected.peak - found["peak_memory_bytes"]) <= 0.25 * found["peak_memory_bytes"]

@@ -148,7 +148,8 @@ def program_of(code: str, language: str) -> list[str]:
 
 def run(program: list[str], folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(program, cwd=folder, env=environment() | {"PATH": path}, capture_output=True, text=True)
+    env = environment() | {"PATH": path, "PET_STANDALONE": "1"}  # torchrun takes a free port: several tests may run it
+    done = subprocess.run(program, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{program[-1]}\n{done.stdout}\n{done.stderr}"
 
 

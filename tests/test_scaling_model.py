@@ -115,7 +115,7 @@ def test_more_machines_are_never_slower_with_the_best_micro_batch(name):
     for ranks in (8, 16, 64):
         best = cost.best_engine(H200, shape, cost.engine_for(H200, shape, ranks, text), text)
         seconds.append(cost.calibration(H200, shape, best, text).seconds)
-    assert seconds[0] > seconds[1] and seconds[2] == pytest.approx(seconds[1], rel=0.1)  # 16 ranks have all groups
+    assert seconds[0] > seconds[1] > 0.9 * seconds[2]  # 16 ranks have all groups; more have room for larger passes
 
 
 def test_the_70b_on_8_gpus_recomputed_by_hand():
@@ -126,7 +126,8 @@ def test_the_70b_on_8_gpus_recomputed_by_hand():
     forward = products + attention + 2 * window * (62 * hidden + 5 * inner + read) / 4244e9
     backward = products + 2.5 * attention + 2 * window * (115 * hidden + 9 * inner + gradients) / 4244e9
     head = 4 * vocab * window * hidden / 672e12 + 20 * vocab * window / 4244e9
-    seconds = 128 / 8 * (blocks * (forward + backward) + head)  # longer than the gathers, 2 x 120 GB at 400 GB/s
+    gathers = 2 * blocks * 2 * block * 7 / 8 / 400e9
+    seconds = 128 / 8 * (blocks * (forward + backward) + head + gathers)
 
     activations = 2 * window * (blocks * (4 * hidden + 4 * hidden + 3 * inner))
     working = 2 * window * (2 * hidden + 3 * inner)
@@ -157,9 +158,9 @@ def test_copies_take_the_bytes_of_the_blocks_over_the_link():
     inputs = 76 * 2 * 2048 * 8192
     assert whole["copies"] == pytest.approx(((2 - 4 / 80) * inside + inputs) / PCIE)
     shared = cost.pass_seconds(H200, shape, Engine("sharded", 4), 1, 2048, backward=True)
-    assert shared["copies"] == pytest.approx(2 * 0.75 * inside / NVLINK)
+    assert shared["copies"] == 0 and shared["gathers"] == pytest.approx(2 * 0.75 * inside / NVLINK)
     offloaded = cost.pass_seconds(H200, shape, Engine("sharded", 4, offload=True), 1, 2048, backward=True)
-    assert offloaded["copies"] == pytest.approx(shared["copies"] + 2 * inside / 4 / PCIE)
+    assert offloaded["copies"] == pytest.approx(2 * inside / 4 / PCIE) and offloaded["gathers"] == shared["gathers"]
 
 
 def test_a_segment_of_one_block_hides_no_copies():

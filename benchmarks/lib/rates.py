@@ -8,8 +8,8 @@ HOST_LINEAR = 0.24e-3  # s for a linear layer, its hooks and what stands around 
 START = 4.0  # s, the first use of kernels in a process: cold less warm of prune-llama-2-7b-2-blocks-sparsegpt-...
 COMPILE = 5.0  # s, a compiled graph, forward or backward: compile_seconds of prune-llama-2-7b-wanda-...
 
-# Links, bytes/s a GPU. None was measured: about 80 % of what vendors name.
-PCIE = 50e9
+# Links, bytes/s a GPU: about 80 % of what vendors name
+PCIE = 50e9  # 54e9 from pinned RAM, measured on one H200: benchmarks/LOG.md, "Several GPUs"
 NVLINK = 400e9
 NETWORK = 50e9  # between machines
 DISK = 6e9  # one NVMe drive that serves one GPU

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from . import markdown
+from . import markdown, scaling_cases
+from .cost import Cost, Text
+from .rates import CARDS
 from .results import RESULTS, read_all
 from .run_tables import heading
+from .scaling_cases import Case
 
 HEAD = (
     "case", "GPUs", "alone, s", "together, s", "efficiency", "predicted, s", "peak a GPU, GB", "predicted, GB",
@@ -19,15 +23,23 @@ def full(folder: Path = RESULTS) -> str:
     newest = {(result["card"], result["gpus"]): result for result in read_all("scaling", folder).values()}
     if not newest:
         return "Not measured yet.\n"
-    return "\n".join(f"{heading([result])}\n\n{table(result['cases'])}" for result in newest.values())
+    return "\n".join(f"{heading([result])}\n\n{table(result)}" for result in newest.values())
 
 
-def table(cases: list[dict]) -> str:
-    """Markdown: one row for each case."""
-    return markdown.table(HEAD, [_cells(case) for case in cases])
+def table(result: dict) -> str:
+    """Markdown: one row for each case, with what the cost model predicts on a card that it knows."""
+    return markdown.table(HEAD, [_cells(case, predicted(result, case)) for case in result["cases"]])
 
 
-def _cells(case: dict) -> list[str]:
+def predicted(result: dict, case: dict) -> Cost | None:
+    """What the cost model says of a case on all GPUs."""
+    windows, length = map(int, result["tokens"].split("x"))
+    what, text, card = Case(case["case"], case["shape"]), Text(windows, length, windows), CARDS.get(result["card"])
+    engine = scaling_cases.engine_of(what, card, case["gpus"], text)
+    return scaling_cases.predicted(what, card, replace(engine, micro_batch=case.get("micro_batch")), text)
+
+
+def _cells(case: dict, expected: Cost | None) -> list[str]:
     name = [f"{case['case']} {case['shape']}", str(case["gpus"])]
     if "left_out" in case:
         return [*name, *"------", f"left out: {case['left_out']}"]
@@ -37,9 +49,9 @@ def _cells(case: dict) -> list[str]:
         _number(alone.get("seconds"), 2),
         _number(together["seconds"], 2),
         _number(case.get("efficiency"), 2),
-        _number(together["predicted_seconds"], 2),
+        _number(expected and expected.seconds, 2),
         _number(together["peak_memory_bytes"], 1, 1e9),
-        _number(together["predicted_peak_bytes"], 1, 1e9),
+        _number(expected and expected.peak, 1, 1e9),
         _checks(case["checks"]),
     ]
 
