@@ -82,28 +82,45 @@ def check_threshold(kind: str) -> None:
         assert found.sum() == total
 
 
-def check_missed_bracket() -> None:
-    """The threshold outside of the first bracket, which no sample of so few weights misses by itself."""
+def check_thresholds(weights: list, totals: tuple, sample: int) -> None:
+    """Counts of a sample that is smaller than the weights; its real size is too much for the interpreter."""
     from fwanda_kernels._backends.triton import threshold
 
-    *lists, size = threshold_lists("normal")
-    expected = reference.select_threshold(*lists, size // 2, None)
-    bracket = threshold.first_bracket
-    for low, high in ((1, 2), (0x7F000000, 0x7F000001)):
-        threshold.first_bracket = lambda s, t, n, at=(low, high): torch.tensor(
-            [*at, at[0], 1], dtype=torch.int32, device=s.device
-        )
-        assert torch.equal(ours.select_threshold(*lists, size // 2, None), expected)
-    threshold.first_bracket = bracket
+    row_scales = [make_scale(w.shape[0], seed=3, device=DEVICE) for w in weights]
+    col_scales = [make_scale(w.shape[1], seed=4, device=DEVICE) for w in weights]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threshold, "SAMPLE", sample)
+        for total in totals:
+            found = ours.select_threshold(weights, row_scales, col_scales, total, None)
+            assert torch.equal(found, reference.select_threshold(weights, row_scales, col_scales, total, None)), total
 
 
-def check_small_sample() -> None:
-    """A sample smaller than the weights; at its real size that takes more weights than the interpreter can do."""
-    from fwanda_kernels._backends.triton import threshold
+def check_misleading_sample() -> None:
+    """One weight of each stretch of 8 is sampled; here those are all larger, or all smaller, than the rest."""
+    place = torch.arange(4096, device=DEVICE)
+    sampled = place % 8 == (place // 8 * 0x9E3779B1 & 0xFFFFFF) * 8 >> 24
+    for larger in (sampled, ~sampled):
+        weight = make_weight(1, 4096, seed=1, device=DEVICE).sigmoid() + 2 * larger
+        check_thresholds([weight.view(16, 256)], (5, 2048, 4000), sample=512)
 
-    threshold.SAMPLE, before = 64, threshold.SAMPLE
-    check_threshold("heavy_ties")
-    threshold.SAMPLE = before
+
+def check_hard_lists() -> None:
+    """Skewed, equal and few scores, a matrix that dominates, matrices of one weight, and each of them between others."""
+    skewed = make_weight(9, 300, device=DEVICE).mul(9).exp()
+    few = make_weight(9, 300, BF16, device=DEVICE).sign() * 3
+    tiny = [make_weight(1, 1, dtype, seed=i, device=DEVICE) for i, dtype in enumerate((BF16, FP16, FP32))]
+    equal = make_weight(33, 64, FP16, kind="all_equal", device=DEVICE)
+    dominating = make_weight(64, 512, BF16, device=DEVICE) * 1e6
+    for weights in ([skewed], [few], [equal], [*tiny, dominating, few], [*tiny, skewed, equal, tiny[0]], tiny):
+        size = sum(w.numel() for w in weights)
+        check_thresholds(weights, (1, size // 2, size - 1), sample=200)
+
+
+def check_marks_of_long_rows() -> None:
+    """Rows of 32 chunks of 256 columns, of one more, and of so many that a mark stands for four chunks."""
+    for cols in (8192, 8193, 17_000):
+        weight = make_weight(6, cols, BF16, kind="heavy_ties", device=DEVICE)
+        check_thresholds([weight], (cols, 3 * cols), sample=4096)
 
 
 def check_written_table() -> None:
@@ -258,8 +275,9 @@ CASES |= {
     check.__name__[6:]: (check,)
     for check in (
         check_nm_of_infinite_scores,
-        check_missed_bracket,
-        check_small_sample,
+        check_misleading_sample,
+        check_hard_lists,
+        check_marks_of_long_rows,
         check_written_table,
         check_rows_of_many_parts,
         check_longest_rows,

@@ -131,10 +131,11 @@ def _threshold_cases(weight: str) -> Iterator[tuple]:
     yield "sum", threshold._sum_kernel, types, width | {"BLOCK": threshold.BLOCK}, plain
     types, constants = ["*i64", "*i64", "*i32", "i64"], width | {"PARTS": threshold.PARTS}
     yield "narrow", threshold._narrow_kernel, types, constants, plain
-    types = [weight, "*i64", "*i32", "*i32", "*i64", "*i32", "*i32", "*i32", "i32"]
-    for final in (False, True):
-        constants = {"FINAL": final, "VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
-        yield f"count final={final}", threshold._count_kernel, types, constants, {"num_warps": threshold.WARPS}
+    constants = {"VECTORS": True, "TILE_R": threshold.TILE_R, "BLOCK_C": threshold.BLOCK_C}
+    types, options = [weight, "*i64", "*i32", "*i32"], {"num_warps": threshold.WARPS}
+    counts = ["*i32", "*i32", "*i32"]
+    yield "count", threshold._count_kernel, [*types, "*i64", *counts, "*i32", "i32"], constants, options
+    yield "finish", threshold._finish_kernel, [*types, *counts, "i32"], constants, options
 
 
 def _row_topk_cases(weight: str, strides: list, simd: bool) -> Iterator[tuple]:

@@ -1,14 +1,16 @@
 """Exact global threshold over a list of matrices, decided on the device: sample, bracket, histogram, count.
 
 A sorted sample of about SAMPLE keys brackets the K-th largest key. A pass over the weights counts, per row, the keys
-above and inside the bracket and histograms the inside ones; the bracket shrinks to one bin. A second pass makes it one
-key. A bracket that missed (known from the counts) becomes the whole missing side, for which a third pass is launched
-and otherwise returns at once. The last pass visits only rows with a key inside the last bracket. The sample's own
-K-th key, where heavy ties would sit, is never put into the histogram: its count is the inside ones less the rest.
+above and inside the bracket, marks the stretches of a row that hold a key inside, and histograms these keys; the
+bracket shrinks to one bin. If a bin is several keys wide, a second pass makes it one key. A bracket that missed (known
+from the counts) becomes the whole missing side, for which a third pass is launched and otherwise returns at once. The
+last pass reads only the marked stretches. The sample's own K-th key, where heavy ties would sit, is never put into the
+histogram: its count is the inside ones less the rest.
 
-Convention: a table row of int64 describes a matrix (see _groups()); a tile is TILE_R rows of one matrix; state is
-int32 [low, high, pivot, active], the bracket being low <= key <= high. Memory beside the weights: about 60 MB + 8 B per
-row, whatever the model.
+Convention: a table row of int64 describes a matrix (see _groups()); a tile is TILE_R rows of one matrix; marks has a
+bit for each of up to 32 equal stretches of a row; state is int32 [low, high, pivot, active, counted]: the bracket is
+low <= key <= high, and the last pass that was not skipped counted the keys above `counted`. Memory beside the weights:
+6 MB + 12 B per row, and about 40 B per key of the sample while that is sorted.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from .common import (
 )
 from .launch import cdiv, find, launch, power_of_2, table_of
 
-SAMPLE = 1 << 22
+SAMPLE = 1 << 23
+STANDARD_DEVIATIONS = 3  # of the wanted rank in the sample: what the first bracket spans to either side
 BIN_BITS = tl.constexpr(18)
+MARK_BITS = tl.constexpr(5)  # a row has at most 2 ** MARK_BITS marks
 BINS, PARTS = 1 << 18, 256
 FIELDS = tl.constexpr(9)
 PASSES = 3
@@ -101,6 +105,7 @@ def _bracket_kernel(ascending, state, drawn, place, margin):
     tl.store(state + 1, tl.minimum(high, INFINITE_BITS))
     tl.store(state + 2, tl.minimum(tl.load(ascending + place), INFINITE_BITS))
     tl.store(state + 3, 1)
+    tl.store(state + 4, INFINITE_BITS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -138,7 +143,7 @@ def _narrow_kernel(histogram, sums, state, total, PARTS: tl.constexpr, WIDTH: tl
         n_part = tl.load(sums + part)
         n_above = tl.sum(tl.load(sums + PARTS + part), axis=0)
         n_inside = tl.sum(tl.load(sums + 2 * PARTS + part), axis=0)
-        shift = _bin_shift(low, high)
+        shift = _least_shift(high - low, BIN_BITS)
         pivot_bin = tl.minimum(tl.maximum((pivot - low) >> shift, 0), PARTS * WIDTH - 1)
         n_pivot = n_inside - tl.sum(n_part, axis=0)
         n_part += tl.where(part == pivot_bin // WIDTH, n_pivot, 0)
@@ -154,13 +159,14 @@ def _narrow_kernel(histogram, sums, state, total, PARTS: tl.constexpr, WIDTH: tl
         new_high = tl.where(too_high, tl.maximum(low - 1, 0), tl.where(too_low, INFINITE_BITS, top))
         tl.store(state, new_low.to(tl.int32))
         tl.store(state + 1, new_high.to(tl.int32))
+        tl.store(state + 4, high)
         tl.store(state + 3, (too_high | too_low | (new_low < new_high)).to(tl.int32))
 
 
 @triton.jit
-def _bin_shift(low, high):
-    """The least shift with which the bracket fits the histogram."""
-    return tl.sum((((high - low) >> tl.minimum(BIN_BITS + tl.arange(0, 16), 31)) > 0).to(tl.int32), axis=0)
+def _least_shift(value, BITS: tl.constexpr):
+    """The least shift to the right that brings a value below 2 ** BITS."""
+    return tl.sum(((value >> tl.minimum(BITS + tl.arange(0, 32), 31)) > 0).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -170,85 +176,138 @@ def _in_eights(v):
 
 
 @triton.jit
-def _count_kernel(
-    like, table, tile_map, state, histogram, above, inside, bad, tiles,
-    FINAL: tl.constexpr, VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Count the keys above and inside the bracket in each row of some tiles; without FINAL, histogram those inside."""
-    if FINAL or tl.load(state + 3) != 0:
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            _count_tile(like, table, tile_map, state, histogram, above, inside, bad, tile,
-                        FINAL, VECTORS, TILE_R, BLOCK_C)  # fmt: skip
+def _place_of(tile, table, tile_map, TILE_R: tl.constexpr):
+    """Of a tile: the table row of its matrix, its first row in the matrix and in all rows, and the rows from there."""
+    entry = table + tl.load(tile_map + tile).to(tl.int64) * FIELDS
+    r = (tile - tl.load(entry + 8).to(tl.int32)) * TILE_R
+    return entry, r, tl.load(entry + 7) + r, tl.load(entry + 3).to(tl.int32) - r
 
 
 @triton.jit
-def _count_tile(like, table, tile_map, state, histogram, above, inside, bad, tile,
-                FINAL: tl.constexpr, VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    entry = table + tl.load(tile_map + tile).to(tl.int64) * FIELDS
-    rows = tl.load(entry + 3).to(tl.int32)
-    r = (tile - tl.load(entry + 8).to(tl.int32)) * TILE_R
-    target = tl.load(entry + 7) + r
-    i = tl.arange(0, TILE_R)
-    run = True
-    if FINAL:
-        run = tl.max(tl.load(inside + target + i, mask=r + i < rows, other=0), axis=0) > 0
-    if run:
-        weight = tl.load(entry).to(like.dtype)
-        row_scale = tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + r
-        col_scale = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
-        cols = tl.load(entry + 4).to(tl.int32)
-        stride_r = tl.load(entry + 5)
-        stride_c = tl.load(entry + 6)
-        if VECTORS:
-            weight, col_scale = tl.multiple_of(weight, 16), tl.multiple_of(col_scale, 16)
-            cols, stride_r, stride_c = tl.multiple_of(cols, 16), tl.multiple_of(stride_r, 16), 1
-        weight += r.to(tl.int64) * stride_r
-        low, high, pivot = tl.load(state), tl.load(state + 1), tl.load(state + 2)
-        width = (high - low).to(tl.uint32, bitcast=True)
-        shift = _bin_shift(low, high)
-        scales, n_above, n_below = (), (), ()
+def _matrix_of(entry, like, r, VECTORS: tl.constexpr):
+    """Of a table row: pointers to row r of the weight, to its scale and to the column scales; columns, strides."""
+    weight = tl.load(entry).to(like.dtype)
+    row_scale = tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + r
+    col_scale = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+    cols = tl.load(entry + 4).to(tl.int32)
+    stride_r = tl.load(entry + 5)
+    stride_c = tl.load(entry + 6)
+    if VECTORS:
+        weight, col_scale = tl.multiple_of(weight, 16), tl.multiple_of(col_scale, 16)
+        cols, stride_r, stride_c = tl.multiple_of(cols, 16), tl.multiple_of(stride_r, 16), 1
+    return weight + r.to(tl.int64) * stride_r, row_scale, col_scale, cols, stride_r, stride_c
+
+
+@triton.jit
+def _count_kernel(
+    like, table, tile_map, state, histogram, above, inside, marks, bad, tiles,
+    VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Count the keys above and inside the bracket in each row of some tiles; mark and histogram those inside."""
+    if tl.load(state + 3) != 0:
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _count_tile(like, table, tile_map, state, histogram, above, inside, marks, bad, tile,
+                        VECTORS, TILE_R, BLOCK_C)  # fmt: skip
+
+
+@triton.jit
+def _count_tile(like, table, tile_map, state, histogram, above, inside, marks, bad, tile,
+                VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    entry, r, target, rows = _place_of(tile, table, tile_map, TILE_R)
+    weight, row_scale, col_scale, cols, stride_r, stride_c = _matrix_of(entry, like, r, VECTORS)
+    low, high, pivot = tl.load(state), tl.load(state + 1), tl.load(state + 2)
+    width = (high - low).to(tl.uint32, bitcast=True)
+    shift = _least_shift(high - low, BIN_BITS)
+    mark_shift = _least_shift((cols - 1) // BLOCK_C, MARK_BITS)
+    scales, n_above, n_inside, hits = (), (), (), ()
+    for q in tl.static_range(TILE_R):
+        scales = scales + (tl.load(row_scale + q, mask=q < rows, other=0.0),)
+        n_above = n_above + (tl.zeros((BLOCK_C // 8,), tl.int32),)
+        n_inside = n_inside + (tl.zeros((BLOCK_C // 8,), tl.int32),)
+        hits = hits + (tl.full((), 0, tl.int32),)
+    poison = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(0, cols, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        s = tl.load(col_scale + c, mask=c < cols, other=0.0)
+        weights = ()
         for q in tl.static_range(TILE_R):
-            scales = scales + (tl.load(row_scale + q, mask=r + q < rows, other=0.0),)
-            n_above = n_above + (tl.zeros((BLOCK_C // 8,), tl.int32),)
-            n_below = n_below + (tl.zeros((BLOCK_C // 8,), tl.int32),)
-        poison = tl.zeros((BLOCK_C,), tl.float32)
-        for start in range(0, cols, BLOCK_C):
-            c = start + tl.arange(0, BLOCK_C)
-            s = tl.load(col_scale + c, mask=c < cols, other=0.0)
-            weights = ()
-            for q in tl.static_range(TILE_R):
-                address = weight + q * stride_r + c.to(tl.int64) * stride_c
-                weights = weights + (tl.load(address, mask=c < tl.where(r + q < rows, cols, 0), other=0.0),)
-            now_above, now_below = (), ()
-            for q in tl.static_range(TILE_R):
-                w = exact_float(weights[q])
-                key = _scaled_key(w, s, scales[q])
-                # a count adds the sign bit of a difference: the fewest instructions, which limit the speed here
-                place = (key - low).to(tl.uint32, bitcast=True)
-                beyond = (high - key).to(tl.uint32, bitcast=True) >> 31
-                now_below = now_below + (n_below[q] + _in_eights((place >> 31).to(tl.int32, bitcast=True)),)
-                now_above = now_above + (n_above[q] + _in_eights(beyond.to(tl.int32, bitcast=True)),)
-                if not FINAL:
-                    poison = tl.fma(w, 0.0, poison)
-                    if tl.min(place, axis=0) <= width:
-                        real = c < tl.where(r + q < rows, cols, 0)
-                        counted = (place <= width) & real & (key != pivot)
-                        tl.atomic_add(histogram + (place >> shift), 1, mask=counted, sem="relaxed")
-            n_above, n_below = now_above, now_below
-        # padding has key 0, so it is below the bracket, or inside if that begins at 0
-        slots = tl.where(low > 0, (cols + BLOCK_C - 1) // BLOCK_C * BLOCK_C, cols)
+            address = weight + q * stride_r + c.to(tl.int64) * stride_c
+            weights = weights + (tl.load(address, mask=c < tl.where(q < rows, cols, 0), other=0.0),)
+        now_above, now_inside, now_hits = (), (), ()
         for q in tl.static_range(TILE_R):
-            row_above = tl.sum(n_above[q], axis=0)
-            tl.store(above + target + q, row_above, mask=r + q < rows)
-            tl.store(inside + target + q, slots - row_above - tl.sum(n_below[q], axis=0), mask=r + q < rows)
-        if not FINAL:
-            flag(bad, tl.max((poison != 0).to(tl.int32), axis=0) * BAD_WEIGHT)
+            w = exact_float(weights[q])
+            key = _scaled_key(w, s, scales[q])
+            # a count adds the sign bit of a difference: the fewest instructions, which limit the speed here
+            place = (key - low).to(tl.uint32, bitcast=True)
+            beyond = (high - key).to(tl.uint32, bitcast=True) >> 31
+            now_above = now_above + (n_above[q] + _in_eights(beyond.to(tl.int32, bitcast=True)),)
+            poison = tl.fma(w, 0.0, poison)
+            more, hit = n_inside[q], hits[q]
+            if tl.min(place, axis=0) <= width:
+                counted = (place <= width) & (c < tl.where(q < rows, cols, 0))
+                more += _in_eights(counted.to(tl.int32))
+                hit = hit | (tl.full((), 1, tl.int32) << (start // BLOCK_C >> mark_shift))
+                tl.atomic_add(histogram + (place >> shift), 1, mask=counted & (key != pivot), sem="relaxed")
+            now_inside, now_hits = now_inside + (more,), now_hits + (hit,)
+        n_above, n_inside, hits = now_above, now_inside, now_hits
+    for q in tl.static_range(TILE_R):
+        tl.store(above + target + q, tl.sum(n_above[q], axis=0), mask=q < rows)
+        tl.store(inside + target + q, tl.sum(n_inside[q], axis=0), mask=q < rows)
+        tl.store(marks + target + q, hits[q], mask=q < rows)
+    flag(bad, tl.max((poison != 0).to(tl.int32), axis=0) * BAD_WEIGHT)
+
+
+@triton.jit
+def _finish_kernel(
+    like, table, tile_map, state, above, inside, marks, tiles,
+    VECTORS: tl.constexpr, TILE_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Complete the counts above the threshold, and count the keys equal to it, in the marked stretches of each row."""
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        entry, r, target, rows = _place_of(tile, table, tile_map, TILE_R)
+        hits, any_hit = (), tl.full((), 0, tl.int32)
+        for q in tl.static_range(TILE_R):
+            hits = hits + (tl.load(marks + target + q, mask=q < rows, other=0),)
+            any_hit = any_hit | hits[q]
+        if any_hit != 0:
+            weight, row_scale, col_scale, cols, stride_r, stride_c = _matrix_of(entry, like, r, VECTORS)
+            threshold, counted = tl.load(state), tl.load(state + 4)
+            mark_shift = _least_shift((cols - 1) // BLOCK_C, MARK_BITS)
+            scales, n_above, n_ties = (), (), ()
+            for q in tl.static_range(TILE_R):
+                scales = scales + (tl.load(row_scale + q, mask=q < rows, other=0.0),)
+                n_above = n_above + (tl.zeros((BLOCK_C // 8,), tl.int32),)
+                n_ties = n_ties + (tl.zeros((BLOCK_C // 8,), tl.int32),)
+            for start in range(0, cols, BLOCK_C):
+                mark = start // BLOCK_C >> mark_shift
+                if ((any_hit >> mark) & 1) != 0:
+                    c = start + tl.arange(0, BLOCK_C)
+                    s = tl.load(col_scale + c, mask=c < cols, other=0.0)
+                    weights = ()
+                    for q in tl.static_range(TILE_R):
+                        address = weight + q * stride_r + c.to(tl.int64) * stride_c
+                        here = tl.where(((hits[q] >> mark) & 1) != 0, cols, 0)
+                        weights = weights + (tl.load(address, mask=c < here, other=0.0),)
+                    now_above, now_ties = (), ()
+                    for q in tl.static_range(TILE_R):
+                        larger, ties = n_above[q], n_ties[q]
+                        if ((hits[q] >> mark) & 1) != 0:
+                            key = _scaled_key(exact_float(weights[q]), s, scales[q])
+                            larger += _in_eights(((key > threshold) & (key <= counted)).to(tl.int32))
+                            ties += _in_eights(((key == threshold) & (c < cols)).to(tl.int32))
+                        now_above, now_ties = now_above + (larger,), now_ties + (ties,)
+                    n_above, n_ties = now_above, now_ties
+            for q in tl.static_range(TILE_R):
+                before = tl.load(above + target + q, mask=q < rows, other=0)
+                tl.store(above + target + q, before + tl.sum(n_above[q], axis=0), mask=q < rows)
+                tl.store(inside + target + q, tl.sum(n_ties[q], axis=0), mask=q < rows)
 
 
 class _Group:
     """Matrices of one dtype, which share launches.
 
     table, tile_map: [L, FIELDS] int64 and [tiles] int32, which draw() writes.
+    grid: of a pass over the tiles.
     """
 
     def __init__(self, like: Tensor):
@@ -257,6 +316,7 @@ class _Group:
 
     def draw(self, sample: Tensor, bad: Tensor) -> None:
         count, device = len(self.entries), sample.device
+        self.grid = min(self.tiles, PROGRAMS), 1, 1
         self.table = torch.empty(count, FIELDS.value, dtype=torch.int64, device=device)
         self.tile_map = torch.empty(self.tiles, dtype=torch.int32, device=device)
         launch(
@@ -288,11 +348,12 @@ def _groups(
 
 
 def first_bracket(sample: Tensor, total: int, size: int) -> Tensor:
-    """First state: keys around the sample's own threshold, 4 standard deviations of its rank to either side."""
+    """First state: keys around the sample's own threshold, STANDARD_DEVIATIONS of its rank to either side."""
     drawn = sample.numel()
     place = min(drawn - 1, (size - total) * drawn // size)
-    margin = 0 if drawn == size else 2 * int(drawn**0.5) + 2
-    state = torch.empty(4, dtype=torch.int32, device=sample.device)
+    # a rank deviates by sqrt(drawn) / 2 at most
+    margin = 0 if drawn == size else int(STANDARD_DEVIATIONS * drawn**0.5 / 2) + 2
+    state = torch.empty(5, dtype=torch.int32, device=sample.device)
     launch(_bracket_kernel, (1, 1, 1), sample.sort().values, state, drawn, place, margin, num_warps=1)
     return state
 
@@ -331,19 +392,19 @@ def _select(weights: list[Tensor], row_scales: list[Tensor], col_scales: list[Te
     state = first_bracket(sample, wanted, size)
     del sample
     vectors = all(in_vectors(w) and s.data_ptr() % 16 == 0 for w, s in zip(weights, col_scales, strict=True))
-    above, inside = torch.empty(2, rows, dtype=torch.int32, device=device)
-
-    def count(histogram: Tensor, final: bool) -> None:
+    above, inside, marks = torch.empty(3, rows, dtype=torch.int32, device=device)
+    tile = {"VECTORS": vectors, "TILE_R": TILE_R, "BLOCK_C": BLOCK_C, "num_warps": WARPS}
+    for histogram in torch.zeros(PASSES, BINS, dtype=torch.int64, device=device):
         for group in groups:
             launch(
-                _count_kernel, (min(group.tiles, PROGRAMS), 1, 1), group.like, group.table, group.tile_map, state,
-                histogram, above, inside, bad, group.tiles,
-                FINAL=final, VECTORS=vectors, TILE_R=TILE_R, BLOCK_C=BLOCK_C, num_warps=WARPS,
+                _count_kernel, group.grid, group.like, group.table, group.tile_map, state,
+                histogram, above, inside, marks, bad, group.tiles, **tile,
             )  # fmt: skip
-
-    for histogram in torch.zeros(PASSES, BINS, dtype=torch.int64, device=device):
-        count(histogram, final=False)
         _narrow(state, histogram, above, inside, wanted)
-    count(histogram, final=True)
+    for group in groups:
+        launch(
+            _finish_kernel, group.grid, group.like, group.table, group.tile_map, state,
+            above, inside, marks, group.tiles, **tile,
+        )  # fmt: skip
     keep = keep_last_ties(above.long(), inside.long(), wanted - above.sum())
     return keep if total else torch.zeros_like(keep)
