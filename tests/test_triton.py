@@ -105,7 +105,7 @@ def check_misleading_sample() -> None:
 
 
 def check_hard_lists() -> None:
-    """Skewed, equal and few scores, a matrix that dominates, matrices of one weight, and each of them between others."""
+    """Skewed scores, few different ones, equal ones, a matrix that dominates, and matrices of one weight."""
     skewed = make_weight(9, 300, device=DEVICE).mul(9).exp()
     few = make_weight(9, 300, BF16, device=DEVICE).sign() * 3
     tiny = [make_weight(1, 1, dtype, seed=i, device=DEVICE) for i, dtype in enumerate((BF16, FP16, FP32))]
@@ -113,7 +113,7 @@ def check_hard_lists() -> None:
     dominating = make_weight(64, 512, BF16, device=DEVICE) * 1e6
     for weights in ([skewed], [few], [equal], [*tiny, dominating, few], [*tiny, skewed, equal, tiny[0]], tiny):
         size = sum(w.numel() for w in weights)
-        check_thresholds(weights, (1, size // 2, size - 1), sample=200)
+        check_thresholds(weights, (1, size // 2), sample=200)
 
 
 def check_marks_of_long_rows() -> None:
