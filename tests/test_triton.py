@@ -90,6 +90,8 @@ def check_thresholds(weights: list, totals: tuple, sample: int) -> None:
     col_scales = [make_scale(w.shape[1], seed=4, device=DEVICE) for w in weights]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threshold, "SAMPLE", sample)
+        if DEVICE == "cpu":
+            patch.setattr(threshold, "PARTS", 16)  # programs that the interpreter runs one after another
         for total in totals:
             found = ours.select_threshold(weights, row_scales, col_scales, total, None)
             assert torch.equal(found, reference.select_threshold(weights, row_scales, col_scales, total, None)), total
@@ -111,7 +113,7 @@ def check_hard_lists() -> None:
     tiny = [make_weight(1, 1, dtype, seed=i, device=DEVICE) for i, dtype in enumerate((BF16, FP16, FP32))]
     equal = make_weight(33, 64, FP16, kind="all_equal", device=DEVICE)
     dominating = make_weight(64, 512, BF16, device=DEVICE) * 1e6
-    for weights in ([skewed], [few], [equal], [*tiny, dominating, few], [*tiny, skewed, equal, tiny[0]], tiny):
+    for weights in ([skewed], [few], [equal], [*tiny, dominating, few], [*tiny, skewed, equal, tiny[0] + 1], tiny):
         size = sum(w.numel() for w in weights)
         check_thresholds(weights, (1, size // 2), sample=200)
 
@@ -119,8 +121,8 @@ def check_hard_lists() -> None:
 def check_marks_of_long_rows() -> None:
     """Rows of 32 chunks of 256 columns, of one more, and of so many that a mark stands for four chunks."""
     for cols in (8192, 8193, 17_000):
-        weight = make_weight(6, cols, BF16, kind="heavy_ties", device=DEVICE)
-        check_thresholds([weight], (cols, 3 * cols), sample=4096)
+        weight = make_weight(3, cols, BF16, kind="heavy_ties", device=DEVICE)
+        check_thresholds([weight], (cols,), sample=4096)
 
 
 def check_written_table() -> None:

@@ -22,15 +22,7 @@ from torch import Tensor
 
 from ..._checks import new_flag, raise_if_bad
 from ..._ties import keep_last_ties
-from .common import (
-    BAD_WEIGHT,
-    INFINITE_BITS,
-    exact_float,
-    flag,
-    flag_scale,
-    in_vectors,
-    serves,
-)
+from .common import BAD_WEIGHT, INFINITE_BITS, exact_float, flag, flag_scale, in_vectors, serves
 from .launch import cdiv, find, launch, power_of_2, table_of
 
 SAMPLE = 1 << 23
