@@ -35,8 +35,10 @@ def loss_on(batch: torch.Tensor) -> torch.Tensor:
 with torch.no_grad():
     before = float(loss_on(held_out))
 with fwanda_pruner.keep_zeros(model):
-    for batch in windows[:32].split(4):
-        loss_on(batch).backward()
+    for step, batch in enumerate(windows[:32].split(4), 1):
+        loss = loss_on(batch)
+        print(f"step {step} of 8: loss {float(loss):.4f}", flush=True)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 with torch.no_grad():
@@ -46,4 +48,4 @@ note = (
     f"After pruning, the model was fine-tuned for eight steps: {done}. The losses in the record are from before that."
 )
 fwanda_pruner.save_pruned(model, tokenizer, report, output, note=note)
-print(done)
+print(f"{done}; saved {output}")

@@ -134,8 +134,9 @@ def check_tasks(
     if data_dir is not None:
         expect_path("data_dir", data_dir)
         if has_control(str(data_dir)) or not os.path.isdir(data_dir):
+            problem = "no folder of this name" if not has_control(str(data_dir)) else "unprintable name"
             raise UserError(
-                f"--eval-data must be a folder of data sets, with a printable name, got {show(str(data_dir))}"
+                f"--eval-data must be a folder of data sets, ORG/NAME each, got {show(str(data_dir))}: {problem}"
             )
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--tasks {','.join(tasks)} needs lm-eval; {install_hint('lm-eval>=0.4.13')}")

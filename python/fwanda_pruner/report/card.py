@@ -195,7 +195,7 @@ model = {auto_class}.from_pretrained("path/to/this/folder", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```"""
 _LOAD_PACKED = """\
-Install fwanda-kernels first, with its extra `prune`.
+Install fwanda-kernels first, with its extra `prune`. Loading ends with mismatched sizes without `import fwanda_pruner`.
 
 ```python
 import fwanda_pruner

@@ -62,7 +62,7 @@ def _check_folder(source: str | Path) -> None:
         if Path(source).is_file():
             raise UserError(f"model {str(source)!r} is a file; expected the folder of a model")
         problem = "the folder has no config.json" if Path(source).is_dir() else "no such folder"
-        raise UserError(f"model {str(source)!r}: {problem}; check the path, or download the model first")
+        raise UserError(f"model {str(source)!r}: {problem}; give the folder that a run of fwanda prune wrote")
 
 
 def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, overwrite: bool) -> str:
