@@ -214,8 +214,69 @@ def test_bits_that_do_not_fit_their_offsets_are_refused_and_read_nothing_else():
     packed = fk.pack_weight(weight, random_mask(16, 256, 0.2))
     wrong = packed.clone()
     wrong[64 + 64 + 16 :][:512] = 255  # all bits set, for which there are too few values
-    with pytest.raises(RuntimeError, match="packed has been altered"):
+    with pytest.raises(ValueError, match="packed_linear: packed must have the rows, .*it has been altered"):
         fk.packed_linear(weight[:1], wrong)
+
+
+@pytest.mark.fault("packed file")
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize(
+    ("part", "at", "size"), [("order", 64, 2), ("offsets", 64 + 128 + 1, 2), ("bits", 64 + 128 + 16, 512)]
+)
+def test_altered_bytes_are_one_line_for_every_op_that_reads_them(part, at, size, backend):
+    if backend == "native" and find_library() is None:
+        pytest.skip("not built: python -m fwanda_kernels --build cpu")
+    packed = fk.pack_weight(make_weight(20, 200), random_mask(20, 200, 0.2))
+    packed[at : at + size] = 255
+    calls = {
+        "unpack_mask": lambda: fk.unpack_mask(packed),
+        "unpack_weight": lambda: fk.unpack_weight(packed),
+        "packed_linear": lambda: fk.packed_linear(torch.ones(2, 200), packed),
+    }
+    if part == "bits":  # any bits are a mask
+        del calls["unpack_mask"]
+    if part == "order" and backend == "native":  # which leaves out rows that do not exist
+        del calls["unpack_weight"], calls["packed_linear"]
+    for op, call in calls.items():
+        with fk.use_backend(backend), pytest.raises(ValueError, match=f"^{op}: packed must have the rows, .*altered"):
+            call()
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("shape", [(40, 300), (10, 30), (2000, 3000), (16, 300)], ids=str)
+def test_the_header_of_another_weight_is_one_line(shape, backend):
+    if backend == "native" and find_library() is None:
+        pytest.skip("not built: python -m fwanda_kernels --build cpu")
+    packed, other = fk.pack_weight(make_weight(20, 300)), fk.PackedHeader(shape, torch.float32, "")
+    with fk.use_backend(backend):
+        for call in (
+            lambda: fk.unpack_weight(packed, other),
+            lambda: fk.packed_linear(torch.ones(2, shape[1]), packed, header=other),
+        ):
+            with pytest.raises(ValueError, match="packed must have the rows, chunks and values of its header"):
+                call()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_sparse_and_nested_tensors_are_refused_with_a_header_too(layout):
+    packed, x, bias = fk.pack_weight(make_weight(20, 300)), torch.ones(2, 300), torch.ones(20)
+    header = fk.read_packed_header(packed)
+
+    def nested(tensor):
+        return torch.nested.nested_tensor([tensor, tensor], layout=layout)
+
+    for name, call in [
+        ("packed", lambda: fk.unpack_weight(packed.to_sparse(), header)),
+        ("packed", lambda: fk.packed_linear(x, packed.to_sparse(), header=header)),
+        ("packed", lambda: fk.unpack_weight(nested(packed), header)),
+        ("x", lambda: fk.packed_linear(x.to_sparse(), packed, header=header)),
+        ("x", lambda: fk.packed_linear(nested(x), packed, header=header)),
+        ("bias", lambda: fk.packed_linear(x, packed, nested(bias), header=header)),
+        ("bias", lambda: fk.packed_linear(x, packed, bias.to_sparse(), header=header)),
+    ]:
+        with pytest.raises(ValueError, match=rf"^\w+: {name} must be a dense tensor"):
+            call()
 
 
 @pytest.mark.fault("packed file")

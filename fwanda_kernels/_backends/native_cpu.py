@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .._checks import report_bad
+from ..ops.packed import altered
 from . import load_library
 
 load_library(
@@ -71,10 +72,10 @@ def _report(op: str, code: int, bad: Tensor | None) -> None:
 
 
 def _whole(op: str, result: Tensor, code: int) -> Tensor:
-    """The result of a packed weight, or RuntimeError."""
+    """The result of a packed weight, or ValueError."""
     _expect_taken(op, code)
     if code:
-        raise RuntimeError(f"{op}: packed has been altered: its bits do not fit its offsets; see check_packed()")
+        raise altered(op)
     return result
 
 

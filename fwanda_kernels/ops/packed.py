@@ -114,10 +114,10 @@ def unpack_mask(packed: Tensor) -> Tensor:
         [R, C] bool on the device of `packed`, True = kept.
 
     Raises:
-        ValueError: as read_packed_header().
+        ValueError: as read_packed_header(); or, on the CPU, the bytes after the header have been altered.
     """
     rows, cols = read_packed_header(packed).shape
-    return _unpack(packed, rows, cols, None)
+    return _unpack("unpack_mask", packed, rows, cols, None)
 
 
 def read_packed_header(packed: Tensor) -> PackedHeader:
@@ -181,7 +181,7 @@ def check_packed(packed: Tensor) -> PackedHeader:
     sample=lambda i: (pack_weight(i.weight, i.mask), i.rows, i.cols, i.weight.dtype),
 )
 def _unpack_weight(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return _unpack(packed, rows, columns, dtype)
+    return _unpack("unpack_weight", packed, rows, columns, dtype)
 
 
 def unpack_weight(packed: Tensor, header: PackedHeader | None = None) -> Tensor:
@@ -196,7 +196,8 @@ def unpack_weight(packed: Tensor, header: PackedHeader | None = None) -> Tensor:
         [R, C] in the dtype that was packed, contiguous, on the device of `packed`.
 
     Raises:
-        ValueError: as read_packed_header().
+        ValueError: as read_packed_header(); or, on the CPU, the chunks or values do not fit the header, as of altered
+            bytes or of another weight.
     """
     header = _header_of("unpack_weight", packed, header)
     return _unpack_weight(packed, *header.shape, header.dtype)
@@ -208,7 +209,7 @@ def unpack_weight(packed: Tensor, header: PackedHeader | None = None) -> Tensor:
     sample=lambda i: (i.x, pack_weight(i.weight, i.mask), i.weight[:, 0].contiguous(), i.rows, i.cols),
 )
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, columns: int) -> Tensor:
-    return linear(x, _unpack(packed, rows, columns, x.dtype), bias)
+    return linear(x, _unpack("packed_linear", packed, rows, columns, x.dtype), bias)
 
 
 def packed_linear(
@@ -237,13 +238,18 @@ def packed_linear(
     op = "packed_linear"
     header = _header_of(op, packed, header)
     rows, columns = header.shape
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() < 2:
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.dim() < 2:
         checks.expect_tokens(op, x, None)
     if x.shape[-1] != columns or x.dtype != header.dtype or x.device != packed.device:
         expected = checks.describe(("...", columns), (header.dtype,), packed.device)
         raise ValueError(f"{op}: x must be {expected} like the packed weight, got {checks.describe_tensor(x)}")
     if bias is not None and not (
-        isinstance(bias, Tensor) and bias.shape == (rows,) and bias.dtype == x.dtype and bias.device == x.device
+        isinstance(bias, Tensor)
+        and not bias.is_nested
+        and bias.layout == torch.strided
+        and bias.shape == (rows,)
+        and bias.dtype == x.dtype
+        and bias.device == x.device
     ):
         checks.expect(op, "bias", bias, (rows,), (x.dtype,), x)
     tokens = x.flatten(0, -2)
@@ -253,7 +259,8 @@ def packed_linear(
 def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHeader:
     if header is None:
         return read_packed_header(packed)
-    if not isinstance(packed, Tensor) or packed.dim() != 1 or packed.dtype != torch.uint8:
+    plain = isinstance(packed, Tensor) and packed.layout == torch.strided and not packed.is_nested
+    if not plain or packed.dim() != 1 or packed.dtype != torch.uint8:
         checks.expect_dense(op, "packed", packed)
         raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     if not isinstance(header, PackedHeader):
@@ -396,10 +403,12 @@ def _as_int32(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def _unpack(packed: Tensor, rows: int, cols: int, dtype: torch.dtype | None) -> Tensor:
-    """The dense weight in a dtype, or its mask if that is None."""
+def _unpack(op: str, packed: Tensor, rows: int, cols: int, dtype: torch.dtype | None) -> Tensor:
+    """The dense weight in a dtype, or its mask if that is None. On the CPU, bytes that do not fit are an error."""
     sizes = _Sizes(rows, cols)
     packed = packed.clone() if packed.storage_offset() % 4 or not packed.is_contiguous() else packed
+    if packed.is_cpu and not _parts_fit(packed, sizes):
+        raise altered(op)
     order, offsets = (part.view(torch.int32).long() for part in _order_and_offsets(packed, sizes))
     data = packed[sizes.data_at :]
     bits_dtype = torch.bool if dtype is None else _bits_dtype(dtype)
@@ -408,13 +417,20 @@ def _unpack(packed: Tensor, rows: int, cols: int, dtype: torch.dtype | None) -> 
         tile_rows = order[at : at + sizes.rows_at_once]
         chunk = at // TILE_ROWS * sizes.chunks_of_tile
         chunks = len(tile_rows) // TILE_ROWS * sizes.chunks_of_tile
-        dense = _by_row(_unpack_chunks(data, offsets[chunk : chunk + chunks], dtype, sizes), sizes)
+        dense = _by_row(_unpack_chunks(op, data, offsets[chunk : chunk + chunks], dtype, sizes), sizes)
         real = tile_rows >= 0
         out[tile_rows[real]] = dense[real]
     return out if dtype is None else out.view(dtype)
 
 
-def _unpack_chunks(data: Tensor, starts: Tensor, dtype: torch.dtype | None, sizes: _Sizes) -> Tensor:
+def altered(op: str) -> ValueError:
+    """The error of a packed weight whose bytes do not fit its header, or the header that was given for it."""
+    return ValueError(
+        f"{op}: packed must have the rows, chunks and values of its header; it has been altered, see check_packed()"
+    )
+
+
+def _unpack_chunks(op: str, data: Tensor, starts: Tensor, dtype: torch.dtype | None, sizes: _Sizes) -> Tensor:
     """[chunks, 32, 128] bits of the values, or the mask if the dtype is None."""
     bit_words = sizes.bit_words(len(starts) // sizes.chunks_of_tile, data.device)
     at = torch.arange(4 * LANES, device=data.device)
@@ -428,17 +444,23 @@ def _unpack_chunks(data: Tensor, starts: Tensor, dtype: torch.dtype | None, size
     place, _ = _places(kept, per_word)
     first = (starts * 4 + bit_words) * per_word
     values = torch.zeros(kept.shape, dtype=_bits_dtype(dtype), device=data.device)
-    values[kept] = data.view(values.dtype)[(first[:, None, None] + place)[kept]]
+    stored, at = data.view(values.dtype), (first[:, None, None] + place)[kept]
+    if data.is_cpu and len(at) and int(at.max()) >= len(stored):
+        raise altered(op)
+    values[kept] = stored[at]
     return values
 
 
 def _parts_fit(packed: Tensor, sizes: _Sizes) -> bool:
     """Whether the row order names each row once, and the chunks follow each other with room for their bits."""
+    if len(packed) < sizes.data_at:
+        return False
     order, offsets = (part.cpu().clone().view(torch.int32).long() for part in _order_and_offsets(packed, sizes))
     rows = torch.arange(sizes.rows, device="cpu")
     whole = torch.equal(order[: sizes.rows].sort().values, rows) and bool((order[sizes.rows :] == -1).all())
     room = sizes.bit_words(sizes.tiles, order.device) * 4 // _ALIGNED
-    return whole and int(offsets[0]) == 0 and bool((offsets.diff() >= room).all())
+    ends = int(offsets[0]) == 0 and sizes.data_at + int(offsets[-1]) * _ALIGNED == len(packed)
+    return whole and ends and bool((offsets.diff() >= room).all())
 
 
 def _order_and_offsets(packed: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor]:
