@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from test_packed import sparse
 
-from fwanda_pruner import UserError, keep_zeros, load_masks, prune, save_pruned
+from fwanda_pruner import UserError, keep_zeros, load_masks, pack_, prune, save_pruned
 from fwanda_pruner.model.targets import find_targets
 
 IDS = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -120,3 +120,29 @@ def test_a_model_trained_without_its_zeros_is_not_saved_and_the_error_says_how_t
     with pytest.raises(RuntimeError, match=r"holds 0 zeros .*train it inside .*keep_zeros"):
         save_pruned(model, None, report, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("kept zeros")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "gpt_oss"])
+def test_zeros_stay_in_another_dtype(family, dtype):
+    model = sparse(tiny.build(family))
+    before, kept = zeros(model), keep_zeros(model)
+    model.to(dtype)
+    with kept:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert_held(model.float(), before)
+
+
+@pytest.mark.fault("kept zeros")
+@pytest.mark.parametrize("change", [pack_, lambda m: m.to("meta")], ids=["packed", "meta"])
+def test_an_optimizer_steps_beside_a_model_whose_weights_are_gone(change):
+    model, other = sparse(tiny.llama()), torch.nn.Parameter(torch.ones(2))
+    with keep_zeros(model):
+        change(model)
+        other.grad = torch.ones(2)
+        torch.optim.SGD([other], lr=0.5).step()
+    assert other.tolist() == [0.5, 0.5]

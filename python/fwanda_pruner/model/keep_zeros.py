@@ -13,7 +13,7 @@ from fwanda_kernels import masked_weight, pack_mask
 from ..errors import UserError
 from .arguments import expect_type
 from .plain import check_whole
-from .targets import find_targets
+from .targets import Target, find_targets
 
 
 class KeptZeros:
@@ -31,12 +31,18 @@ class KeptZeros:
 
     @torch.no_grad()
     def apply_(self) -> None:
-        """Set the removed weights to +0.0 again, for example after an adapter was merged."""
+        """Set the removed weights to +0.0 again, for example after an adapter was merged.
+
+        Weights that are packed or on the meta device stay as they are.
+        """
         for name, target in self._targets.items():
-            weight = target.weight
+            weight = _current_weight(target)
+            if weight is None:
+                continue
             if self.packed[name].device != weight.device:
                 self.packed[name] = self.packed[name].to(weight.device)
-            weight.copy_(masked_weight(weight, self.packed[name]))
+            kept = torch.ones_like(weight, dtype=torch.bfloat16)  # the model may have another dtype by now, as fp64
+            weight.masked_fill_(masked_weight(kept, self.packed[name]) == 0, 0)
 
     def _after_step(self, _optimizer: Optimizer, _args, _kwargs) -> None:
         self.apply_()
@@ -85,11 +91,30 @@ def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> K
     return KeptZeros(model, packed)
 
 
+def _current_weight(target: Target) -> Tensor | None:
+    """The weight of a target, wherever it lies by now; None if it is packed, or on the meta device."""
+    if target.slice_of is None:
+        weight = target.module.weight
+        return None if weight is None or weight.is_meta else target.weight
+    # not target.weight, which stays in the memory of before when the model is moved or converted
+    experts, name = target.slice_of.experts, target.slice_of.parameter.rpartition(".")[2]
+    weights = experts.module._parameters.get(name)
+    if weights is None or weights.is_meta:
+        return None
+    weight = weights.detach()[target.slice_of.index]
+    return weight.T if experts.transposed else weight
+
+
 def _fitting(name: str, mask: Tensor, targets: Mapping) -> Tensor:
     if name not in targets:
         raise UserError(f"keep_zeros: the model has no matrix {name}; the masks are of another model")
     rows, cols = targets[name].shape
     expect_type(f"the mask of {name}", mask, Tensor, "give what load_masks() returns", needed=True)
+    if mask.is_meta or mask.is_nested or mask.layout != torch.strided:
+        raise UserError(
+            f"keep_zeros: the mask of {name} must be a dense tensor with numbers, got one "
+            f"{'on the meta device' if mask.is_meta else 'of another layout'}; give what load_masks() returns"
+        )
     if tuple(mask.shape) != (rows, (cols + 7) // 8) or mask.dtype != torch.uint8:
         raise UserError(
             f"keep_zeros: the mask of {name} must be [{rows}, {(cols + 7) // 8}] uint8, got {list(mask.shape)} "
