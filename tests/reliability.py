@@ -58,6 +58,15 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A file stores weights, biases, packed weights or masks as bools, complex numbers or integers",
         "one line names the tensor and its type; nothing is cast in silence",
     ),
+    "frozen weights": (
+        "A model that was packed is unpacked and fine-tuned, but its pruned matrices stay frozen",
+        "`unpack_` and `load_model` of a packed folder give parameters that train as before, in their order of before",
+    ),
+    "own layers": (
+        "A linear layer has hooks, buffers, attributes or a forward() of its own, which packing would lose",
+        "`unpack_` gives the same layers back; `pack_` names a layer whose output would differ, or that has hooks or "
+        "buffers, in one line before it packs any",
+    ),
     "2:4 input": (
         "A model for torch's 2:4 kernels is not 2:4, has shapes or dtypes that do not fit, or there is no GPU for them",
         "`to_semi_structured` names the matrix in an error of one line, and changes nothing",

@@ -77,7 +77,7 @@ def test_what_stands_at_two_places_is_not_saved(share, tmp_path):
 def test_the_hook_of_keep_zeros_is_gone_if_the_masks_cannot_be_applied():
     model = sparse(tiny.llama())
     mask = torch.zeros(48, 4, dtype=torch.uint8, device="meta")
-    with pytest.raises((NotImplementedError, RuntimeError)):
+    with pytest.raises(UserError, match="must be a dense tensor with numbers, got one on the meta device"):
         keep_zeros(model, {"model.layers.0.mlp.up_proj": mask})
     other = torch.nn.Parameter(torch.ones(2))
     torch.optim.SGD([other], lr=0.5).step()  # a hook that was left would raise again
@@ -126,3 +126,62 @@ def test_a_dtype_that_packed_weights_lack_is_refused_and_what_was_converted_come
     model.to(torch.float32)
     found = state(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def doubled(layer):
+    layer.__class__ = Doubled
+
+
+def own_forward(layer):
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight) + 1
+
+
+def three_dimensions(layer):
+    layer.forward = lambda x: torch.einsum("btc,rc->btr", x, layer.weight)
+
+
+ALTERED = {
+    "subclass": (doubled, r"\(Doubled\) computes something else than a linear layer \(outputs differ by 0.5"),
+    "forward": (own_forward, r"\(Linear\) computes something else than a linear layer"),
+    "not called": (three_dimensions, r"\(Linear\) computes something else than a linear layer \(einsum"),
+    "hook": (lambda layer: layer.register_forward_hook(print), "has hooks, which a packed layer would not run"),
+    "pre-hook": (lambda layer: layer.register_forward_pre_hook(print), "has hooks"),
+    "backward hook": (lambda layer: layer.register_full_backward_hook(print), "has hooks"),
+    "buffer": (lambda layer: layer.register_buffer("scale", torch.ones(1)), r"\(Linear\) has buffers"),
+}
+
+
+@pytest.mark.fault("own layers")
+@pytest.mark.parametrize("case", ALTERED)
+def test_layers_that_a_packed_one_cannot_stand_for_are_refused_before_any_is_packed(case):
+    change, match = ALTERED[case]
+    model = sparse(tiny.llama())
+    change(model.model.layers[1].mlp.up_proj)
+    refuse(pack_, model, rf"^model.layers.1.mlp.up_proj {match}")
+    assert next(packed_weights(model), None) is None
+
+
+@pytest.mark.fault("own layers")
+def test_a_model_with_hooks_is_saved_packed_and_keeps_them(tmp_path):
+    model, report = pruned_model()
+    calls = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
+    report.config["save"] = "packed"
+    save_pruned(model, None, report, tmp_path / "out")
+    calls.clear()
+    expected = logits(model)
+    assert len(calls) == 1
+    torch.testing.assert_close(logits(load_packed(tmp_path / "out", device="cpu").model), expected)
+
+
+@pytest.mark.parametrize("change", [lambda m: m.to("meta"), lambda m: m.to_sparse()], ids=["meta", "sparse"])
+def test_masks_without_dense_numbers_are_refused_before_any_weight_is_changed(change):
+    names = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_proj")
+    zero = torch.zeros(48, 4, dtype=torch.uint8)
+    given = {names[0]: zero, names[1]: change(zero)}
+    refuse(lambda m: keep_zeros(m, given), sparse(tiny.llama()), f"the mask of {names[1]} must be a dense tensor")

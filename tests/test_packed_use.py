@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import io
 import json
+import pickle
 
 import pytest
 import tiny
@@ -12,9 +13,10 @@ from test_packed import IDS, assert_same_state, logits, sparse, state
 from test_tasks import examples, write_task
 from transformers import AutoModelForCausalLM
 
-from fwanda_pruner import UserError, evaluate_model, pack_, unpack_
+from fwanda_pruner import UserError, evaluate_model, load_model, load_packed, pack_, prune, save_pruned, unpack_
 from fwanda_pruner.evaluate.lm_eval_tasks import evaluate_tasks
 from fwanda_pruner.model.packed import packed_weights
+from fwanda_pruner.model.targets import find_targets
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
@@ -153,3 +155,116 @@ def test_a_pipeline_of_transformers_generates(folder):
     model = pack_(sparse(tiny.llama(vocab_size=len(tokenizer))))
     text = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     assert text("ab", max_new_tokens=2, do_sample=False)[0]["generated_text"].startswith("ab")
+
+
+def trainable(model) -> list[tuple[str, bool]]:
+    return [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+
+
+def freeze(model, frozen):
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_({"none": True, "all": False, "some": index % 3 > 0}[frozen])
+    return model
+
+
+@pytest.mark.fault("frozen weights")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("frozen", ["none", "some", "all"])
+def test_unpacked_weights_are_trainable_as_before_and_in_their_order(frozen, family):
+    model = freeze(sparse(tiny.build(family)), frozen)
+    before, names = trainable(model), list(model.state_dict())
+    assert trainable(unpack_(copy.deepcopy(pack_(model)))) == before
+    assert trainable(unpack_(model)) == before and list(model.state_dict()) == names
+
+
+@pytest.mark.fault("frozen weights")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_folder_loads_as_a_model_that_trains(family, tmp_path):
+    model = sparse(tiny.build(family))
+    before = trainable(model)
+    pack_(model).save_pretrained(tmp_path)
+    for loaded in (load_model(tmp_path, device="cpu").model, unpack_(load_packed(tmp_path, device="cpu").model)):
+        assert trainable(loaded) == before
+    optimizer, weights = torch.optim.SGD(loaded.parameters(), lr=0.5), state(loaded)
+    loaded(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    for target in find_targets(loaded)[0]:
+        name = target.parameter
+        assert not torch.equal(loaded.get_parameter(name), weights[name]), name
+
+
+@pytest.mark.fault("packed file")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_a_state_dict_that_does_not_fit_leaves_a_packed_model_as_it_was(assign, family):
+    model, expected = pack_(sparse(tiny.build(family))), state(sparse(tiny.build(family)))
+    before, other = logits(model), pack_(sparse(tiny.build(family), share=0.7)).state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(other, assign=assign)
+    assert torch.equal(logits(model), before)
+    assert_same_state(unpack_(model), expected)
+
+
+@pytest.mark.fault("packed file")
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_an_altered_packed_weight_of_a_state_dict_is_refused(family):
+    model = pack_(sparse(tiny.build(family)))
+    before, altered = logits(model), state(model)
+    name = next(name for name, *_ in packed_weights(model) if family == "mistral" or "experts" in name)
+    altered[name][-20] ^= 1
+    with pytest.raises(RuntimeError, match=f"{name}: packed differs from the SHA-256"):
+        model.load_state_dict(altered)
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.fault("own layers")
+@pytest.mark.parametrize("family", ["mistral", "gpt2", "falcon"])
+def test_layers_come_back_with_their_class_and_attributes(family):
+    model = sparse(tiny.build(family))
+    before = {target.name: target.module for target in find_targets(model)[0]}
+    for index, layer in enumerate(before.values()):
+        layer.mine = index
+    expected = logits(model)
+    again = pickle.loads(pickle.dumps(pack_(model)))
+    for unpacked in (unpack_(model), unpack_(again)):
+        found = {target.name: target.module for target in find_targets(unpacked)[0]}
+        assert [(name, type(layer), layer.mine) for name, layer in found.items()] == [
+            (name, type(layer), index) for index, (name, layer) in enumerate(before.items())
+        ]
+        assert torch.equal(logits(unpacked), expected)
+
+
+@pytest.mark.fault("own layers")
+def test_a_forward_of_its_own_that_computes_a_linear_layer_comes_back():
+    model = sparse(tiny.llama())
+    layer, calls, expected = model.model.layers[0].mlp.up_proj, [], logits(model)
+
+    def forward(x):
+        calls.append(1)
+        return torch.nn.functional.linear(x, layer.weight)
+
+    layer.forward = forward
+    torch.testing.assert_close(logits(pack_(model)), expected)
+    calls.clear()
+    assert torch.equal(logits(unpack_(model)), expected) and len(calls) == 1
+
+
+@pytest.mark.fault("own layers")
+def test_a_model_that_cannot_be_packed_to_be_saved_stays_as_it_is(tmp_path):
+    model = tiny.llama()
+    report = prune(model, method="magnitude", no_check=True, progress=False, save="packed")
+    model.model.layers[1].mlp.up_proj.forward = lambda x: x.new_ones(*x.shape[:-1], 48)
+    dense, expected = state(model), logits(model)
+    with pytest.raises(UserError, match="up_proj .* computes something else than a linear layer"):
+        save_pruned(model, None, report, tmp_path / "out")
+    assert_same_state(model, dense)
+    assert torch.equal(logits(model), expected) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+def test_a_packed_layer_takes_a_vector_as_a_dense_one(family):
+    model = sparse(tiny.build(family))
+    name = find_targets(model)[0][0].name
+    x = torch.linspace(-1, 1, find_targets(model)[0][0].shape[1])
+    expected = torch.nn.functional.linear(x, find_targets(model)[0][0].weight, model.get_submodule(name).bias)
+    torch.testing.assert_close(pack_(model).get_submodule(name)(x), expected)

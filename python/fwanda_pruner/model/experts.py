@@ -106,7 +106,7 @@ def split_experts(module: nn.Module) -> FusedExperts | None:
         try:
             layers = {name: _layers(module, name, transposed) for name in names}
             forward, examples = build(module, layers)
-            difference = _difference(module, forward, examples())
+            difference = output_difference(module, forward, examples())
         except Exception as error:  # modules raise anything on input that they do not expect
             failures.append(one_line(error, 120))
             continue
@@ -280,7 +280,7 @@ def _hidden(first: list[nn.Linear]) -> tuple[Tensor, torch.Generator]:
 
 
 @torch.no_grad()
-def _difference(module: nn.Module, forward: Callable, inputs: tuple) -> str | None:
+def output_difference(module: Callable, forward: Callable, inputs: tuple) -> str | None:
     """How the outputs of module and forward differ; None if they are equal but for rounding."""
     expected, got = module(*inputs), forward(*inputs)
     if expected.shape != got.shape:

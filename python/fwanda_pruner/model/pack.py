@@ -7,20 +7,25 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from fwanda_kernels import PackedHeader, pack_weight, packed_size
 
 from ..config import LEAST_PACKED
-from ..errors import UserError
+from ..errors import UserError, one_line
 from ..setting_checks import expect_flags
 from .arguments import expect_model
 from .cache import size_text
+from .experts import output_difference
 from .lazy import LazyTensor
 from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
 from .plain import check_whole
 from .targets import Target, find_targets
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # torch has no other way
+_CHECKED_TOKENS = 16  # for which the output of a layer with its own forward() is compared
 
 
 def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
@@ -35,7 +40,8 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
 
     Raises:
         UserError: no matrix is sparse enough, and not `force`; or the model is packed already, or not plain: it holds
-            adapters, compiled parts, or one weight at two places.
+            adapters, compiled parts, or one weight at two places; or a layer has hooks or buffers, or computes
+            something else than a linear layer.
     """
     expect_flags(force=force)
     return _pack(model, force, pack_weight)
@@ -51,13 +57,14 @@ def pack_lazily_(model: nn.Module, *, force: bool = False) -> nn.Module:
     )
 
 
-def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor]) -> nn.Module:
+def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor], *, hooks: bool = False) -> nn.Module:
     check_whole(model)
     if force:
         chosen = find_targets(model)[0]
     else:
         chosen = sparse_targets(model, advice="prune it first, or pack it anyway with --force (force=True in Python)")
     expect_one_dtype({target.weight.dtype for target in chosen})
+    _check_layers(chosen, hooks)
     waiting = {target.parameter: target for target in reversed(chosen)}
     del chosen  # so that each dense weight is freed once it is packed
     while waiting:
@@ -96,14 +103,16 @@ def packed_meanwhile(model: nn.Module) -> Iterator[None]:
         yield
         return
     targets = find_targets(model)[0]
-    layers = {target.name: target.module for target in targets if target.slice_of is None}
+    layers = [target for target in targets if target.slice_of is None]
+    tensors = [(target.module.weight, target.module.bias) for target in layers]
     experts = {target.parameter: target.slice_of.experts.module for target in targets if target.slice_of is not None}
     parameters = {path: getattr(module, path.rpartition(".")[2]) for path, module in experts.items()}
     try:
-        yield pack_(model)
+        yield _pack(model, False, pack_weight, hooks=True)
     finally:
-        for name, layer in layers.items():
-            model.set_submodule(name, layer)
+        for target, (weight, bias) in zip(layers, tensors, strict=True):
+            target.module.weight, target.module.bias = weight, bias
+            model.set_submodule(target.name, target.module)
         for module in set(experts.values()):
             if isinstance(module, PackedExperts):
                 take_experts(module)
@@ -137,6 +146,38 @@ def sparse_targets(model: nn.Module, *, advice: str = "prune it first") -> list[
     return chosen
 
 
+def _check_layers(targets: list[Target], hooks: bool) -> None:
+    for target in targets:
+        fault = _fault_of_layer(target, hooks) if target.slice_of is None else None
+        if fault is not None:
+            raise UserError(f"{target.name} {fault}")
+
+
+def _fault_of_layer(target: Target, hooks: bool) -> str | None:
+    """Why a packed layer cannot stand for a layer, or None. With `hooks`, the layer may have hooks."""
+    layer, kind = target.module, type(target.module).__name__
+    if not hooks and any(getattr(layer, key) for key in _HOOKS):
+        return "has hooks, which a packed layer would not run; remove them, and register them again afterwards"
+    if next(layer.buffers(), None) is not None:
+        return f"({kind}) has buffers, which a packed layer cannot hold; replace it by a plain linear layer"
+    if type(layer).forward in (nn.Linear.forward, Conv1D.forward) and "forward" not in vars(layer):
+        return None
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(_CHECKED_TOKENS, target.shape[1], generator=generator, dtype=torch.float32, device="cpu")
+    try:
+        difference = output_difference(
+            layer.forward, lambda x: linear(x, target.weight, layer.bias), (x.to(target.weight),)
+        )
+    except Exception as error:  # a layer raises anything on input that it does not expect
+        difference = one_line(error, 120)
+    if difference is None:
+        return None
+    return (
+        f"({kind}) computes something else than a linear layer ({difference}), so it cannot be packed; replace it by "
+        f"one, or save the model dense"
+    )
+
+
 @torch.no_grad()
 def _pack_target(model: nn.Module, target: Target, pack: Callable[[Tensor], Tensor]) -> None:
     """Replace the module of a target, or the parameter of fused experts that it is a slice of."""
@@ -144,7 +185,7 @@ def _pack_target(model: nn.Module, target: Target, pack: Callable[[Tensor], Tens
         layer = target.module
         packed = pack(target.weight)
         header = PackedHeader(tuple(target.shape), target.weight.dtype, "")
-        new = PackedLinear(packed, header, layer.bias, conv1d=isinstance(layer, Conv1D))
+        new = PackedLinear(packed, header, layer.bias, layer)
         model.set_submodule(target.name, new.train(layer.training))
         return
     module, name = target.slice_of.experts.module, target.slice_of.parameter.rpartition(".")[2]

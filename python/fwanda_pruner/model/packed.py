@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +25,30 @@ class PackedLinear(nn.Module):
         packed: [N] uint8, as fwanda_kernels.pack_weight() returns it.
         header: of `packed`.
         bias: [R] in the dtype of the weight, or None.
-        conv1d: whether it replaces GPT-2's Conv1D, whose dense weight is transposed.
+        dense: the nn.Linear or Conv1D that it replaces. It gives up its weight and bias, and unpacked() returns it.
+            None: unpacked() makes a new nn.Linear.
 
     Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. `.to(dtype)`
     packs the values again. Under torch.autocast it multiplies in the dtype of the packed values, and rounds the result
     to the dtype of autocast, which a dense layer returns too.
     """
 
-    def __init__(self, packed: Tensor, header: PackedHeader, bias: nn.Parameter | None, *, conv1d: bool = False):
+    def __init__(self, packed: Tensor, header: PackedHeader, bias: nn.Parameter | None, dense: nn.Module | None = None):
         super().__init__()
-        self.header, self.conv1d = header, conv1d
+        self.header = header
         self.out_features, self.in_features = header.shape
         self.register_buffer("weight", packed)
         self.register_parameter("bias", bias)
+        if dense is None:
+            dense = nn.Linear(self.in_features, self.out_features, bias=bias is not None, device="meta")
+        self.trainable = dense.weight.requires_grad
+        dense.weight = dense.bias = None
+        self._dense = (dense,)  # in a tuple, as its tensors are not those of the model
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] -> [..., R]."""
+        if x.dim() == 1:
+            return self.forward(x[None])[0]
         device = x.device.type
         if x.is_meta or not torch.is_autocast_enabled(device):
             return packed_linear(x, self.weight, self.bias, header=self.header)
@@ -52,17 +60,17 @@ class PackedLinear(nn.Module):
         return unpack_weight(self.weight, self.header)
 
     def unpacked(self, *, lazily: bool = False) -> nn.Module:
-        """The dense layer that this one replaces; lazily, with a LazyTensor as its weight."""
+        """The layer that this one replaces, trainable as it was; lazily, with a frozen LazyTensor as its weight."""
         rows, cols = self.header.shape
+        (layer,) = self._dense
+        conv1d = isinstance(layer, Conv1D)  # its weight is transposed
 
         def make() -> Tensor:
-            return self.dense_weight().T.contiguous() if self.conv1d else self.dense_weight()
+            return self.dense_weight().T.contiguous() if conv1d else self.dense_weight()
 
-        shape = (cols, rows) if self.conv1d else (rows, cols)
+        shape = (cols, rows) if conv1d else (rows, cols)
         weight = LazyTensor(make, shape, self.header.dtype) if lazily else make()
-        with torch.device("meta"):
-            layer = Conv1D(rows, cols) if self.conv1d else nn.Linear(cols, rows, bias=self.bias is not None)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.weight = nn.Parameter(weight, requires_grad=self.trainable and not lazily)
         layer.bias = self.bias
         return layer.train(self.training)
 
@@ -76,14 +84,8 @@ class PackedLinear(nn.Module):
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        packed = state_dict.get(f"{prefix}weight")
-        if packed is not None and packed.dtype == torch.uint8 and not packed.is_meta:
-            try:
-                self.header = checked(f"{prefix}weight", packed, self.header)
-            except UserError as error:
-                errors.append(str(error))
-                return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if _fits(state_dict, f"{prefix}weight", self.header, errors):
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
 
 class PackedExperts:
@@ -93,6 +95,7 @@ class PackedExperts:
     """
 
     packed_headers: dict[str, list[PackedHeader]]
+    dense_parameters: dict[str, bool]  # of the dense module, in its order: which parameters were trainable
 
     def packed_weights(self) -> Iterator[tuple[str, Tensor, PackedHeader]]:
         """Name of the buffer, packed weight and header of each expert."""
@@ -114,6 +117,10 @@ class PackedExperts:
                     setattr(self, expert_key(name, index), packed)
         return super()._apply(fn, recurse)
 
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        if all([_fits(state_dict, prefix + key, header, errors) for key, _, header in self.packed_weights()]):
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
 
 def expert_key(name: str, index: int) -> str:
     """Name of the buffer that holds one packed expert of a parameter.
@@ -126,12 +133,13 @@ def expert_key(name: str, index: int) -> str:
 
 def put_experts(module: nn.Module, name: str, packed: list[Tensor], headers: list[PackedHeader]) -> None:
     """Replace the 3-D parameter `name` of a module by packed weights, in place."""
+    if not isinstance(module, PackedExperts):
+        module.packed_headers = {}
+        module.dense_parameters = {key: p is not None and p.requires_grad for key, p in module._parameters.items()}
+        module.__class__ = _packed_class(type(module), [])
     delattr(module, name)
     for index, weight in enumerate(packed):
         module.register_buffer(expert_key(name, index), weight)
-    if not isinstance(module, PackedExperts):
-        module.packed_headers = {}
-        module.__class__ = _packed_class(type(module), [])
     module.packed_headers[name] = headers
     setattr(type(module), name, _unpacking(name))
 
@@ -163,18 +171,18 @@ def _stacking(module: PackedExperts, name: str) -> Callable[[], Tensor]:
 
 
 def take_experts(module: PackedExperts, *, lazily: bool = False) -> None:
-    """Undo put_experts() for all parameters of a module; lazily, they become LazyTensors."""
-    dense = {}
+    """Undo put_experts() for all parameters of a module; lazily, they become frozen LazyTensors."""
+    dense, parameters = {}, module.dense_parameters
     for name, headers in module.packed_headers.items():
         make, shape = _stacking(module, name), (len(headers), *headers[0].shape)
         weight = LazyTensor(make, shape, headers[0].dtype) if lazily else make()
-        dense[name] = nn.Parameter(weight, requires_grad=False)
+        dense[name] = nn.Parameter(weight, requires_grad=parameters[name] and not lazily)
     for key, _, _ in list(module.packed_weights()):
         delattr(module, key)
     module.__class__ = _dense_class(module)
-    del module.packed_headers
-    for name, parameter in dense.items():
-        module.register_parameter(name, parameter)
+    del module.packed_headers, module.dense_parameters
+    for name in parameters:  # in their order of before
+        module.register_parameter(name, dense[name] if name in dense else module._parameters.pop(name))
 
 
 def unpack_layers_(model: nn.Module, *, lazily: bool = False) -> None:
@@ -223,6 +231,18 @@ def checked(name: str, packed: Tensor, expected: PackedHeader) -> PackedHeader:
             f"the files are of different models"
         )
     return header
+
+
+def _fits(state_dict: Mapping[str, Tensor], name: str, header: PackedHeader, errors: list[str]) -> bool:
+    """Whether a state dict holds no packed weight `name` that is altered or of another model; if it does, says so."""
+    packed = state_dict.get(name)
+    if isinstance(packed, Tensor) and packed.dtype == torch.uint8 and not packed.is_meta:
+        try:
+            checked(name, packed, header)
+        except UserError as error:
+            errors.append(str(error))
+            return False
+    return True
 
 
 def _dtype_after(fn: Callable, dtype: torch.dtype) -> torch.dtype:

@@ -185,10 +185,9 @@ def _put_linear(model: nn.Module, key: str, size: int, dtype: torch.dtype) -> No
     layer = _module(model, path)
     if not isinstance(layer, (nn.Linear, Conv1D)):
         raise UserError(f"{key} is packed, but {path} is a {type(layer).__name__}; the files are of different models")
-    conv1d = isinstance(layer, Conv1D)
-    rows, cols = layer.weight.shape[::-1] if conv1d else layer.weight.shape
+    rows, cols = layer.weight.shape[::-1] if isinstance(layer, Conv1D) else layer.weight.shape
     header = PackedHeader((rows, cols), dtype, "")
-    model.set_submodule(path, PackedLinear(_empty(size), header, layer.bias, conv1d=conv1d))
+    model.set_submodule(path, PackedLinear(_empty(size), header, layer.bias, layer))
 
 
 def _module(model: nn.Module, path: str) -> nn.Module:
