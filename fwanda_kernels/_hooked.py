@@ -133,10 +133,12 @@ def input_of(op: str, name: str, args: tuple, kwargs: dict) -> Tensor:
 
 
 def output_of(op: str, name: str, output: object) -> Tensor:
-    """The output [..., R] of a call: a tensor, or the first entry of a tuple or list."""
+    """The output [..., R] of a call, at least two dimensions: a tensor, or the first entry of a tuple or list."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor) or not first.is_floating_point():
         raise ValueError(f"{op}: {name} must return a floating tensor [..., R], got {type(output).__name__}")
+    if first.dim() < 2:
+        raise ValueError(f"{op}: {name} must return [..., R], at least 2 dimensions, got {list(first.shape)}")
     return first
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from threading import RLock
+from threading import RLock, get_ident
 
 import torch
 from torch import Tensor, nn
 
 from ._checks import FP32, expect, expect_dense, expect_mapping
 from ._hooked import Hook, expect_modules, free_name, input_of, is_own, output_of, recomputing
-from ._layer_sums import LastInput, LayerStatistics, Pending, Reduced, Sums, observe
+from ._layer_sums import (
+    LastInput,
+    LayerStatistics,
+    Pending,
+    Reduced,
+    SharedGram,
+    Sums,
+    TokenMask,
+    expect_width,
+    observe,
+)
 from .ops.obs import accumulate_gram_
 from .ops.stats import accumulate_sq_sums_
 
@@ -37,21 +48,24 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         modules: name -> linear module (an nn.Module with one input [..., C] and one output [..., R]). The input is the
             first tensor of floats with at least two dimensions, by position or by keyword; the output is what the
             module returns, or the first entry of a tuple.
-        initial: name -> sums of an interrupted collection to continue from; a name without an entry starts at 0.
+        initial: name -> sums of an interrupted collection to continue from; a name without an entry starts at 0. If an
+            entry has g2_tokens, later tokens count there as in n_tokens, as if a backward pass ran on all of them.
 
     Attributes:
-        token_mask: [B, L] bool for the next forward pass, False = padding; None (default) counts every position.
+        token_mask: [B, L] bool for the next forward pass, False = padding; None (default) counts every position. It may
+            be filled anew between passes.
         unseen: names of the modules that were never called; they have no entry.
 
-    `stats[name]` is a LayerStatistics with the sums so far; without any, it raises KeyError.
+    `stats[name]` is a LayerStatistics with the sums so far, a snapshot; without any, it raises KeyError.
 
     Raises:
         ValueError: a value of `modules` is no nn.Module; in a forward pass, a module gets or returns no such tensor, or
-            an input's leading shape is not that of token_mask.
+            one of another width than before, or its leading shape is not that of token_mask.
         RuntimeError: in a forward pass of a replica that torch.nn.DataParallel made.
 
     Copies and pickles of a module that are made inside the block carry no hook and do not count. Collectors may be
-    nested, and several threads may call the modules.
+    nested, one in itself too, and several threads may call the modules. An input may be filled anew between passes by
+    numpy or through `x.data`; between two modules that share it, such a change is not noticed.
 
     Example:
         >>> with collect_statistics({"fc": model.fc}) as stats:
@@ -68,6 +82,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         self._initial = dict(initial or {})
         self._sums: dict[str, Sums] = {}
         self._hooks: list[Hook] = []
+        self._outer: list[bool] = []  # of each block that was entered: whether it was started before
         self._lock = RLock()
         self._last_input = LastInput()
         self._pending = Pending()
@@ -79,7 +94,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         if name in self._sums:
             return self._sums[name].total()
         if name in self._initial:
-            return self._initial[name]
+            return self._initial[name].snapshot()
         raise KeyError(f"no statistics of {name!r}: {_WHY_NONE}")
 
     def of(self, module: nn.Module) -> LayerStatistics:
@@ -102,7 +117,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
 
     @property
     def token_mask(self) -> Tensor | None:
-        return self._token_mask
+        return self._mask.given
 
     @token_mask.setter
     def token_mask(self, mask: Tensor | None) -> None:
@@ -110,8 +125,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             expect_dense(_OP, "token_mask", mask)
             if mask.dtype != torch.bool:
                 raise ValueError(f"collect_statistics: token_mask must be bool, got {mask.dtype}")
-        self._token_mask = mask
-        self._kept_tokens = None if mask is None else int(mask.sum())
+        self._mask = TokenMask(mask)
         for sums in self._sums.values():
             sums.mask = mask
 
@@ -130,11 +144,12 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             self._hooks.append(hook)
 
     def reset(self) -> None:
-        """Start all sums again from zero. Tensors that were handed out keep their values.
+        """Start all sums again from zero. Gradients of earlier forward passes do not count.
 
         Modules that were called uncompiled before need no such call again: it is still known which share an input.
+        With activation checkpointing, do not call it between a forward pass and its backward pass.
         """
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             self._last_input.clear()
             self._pending.discard()
             self._initial.clear()
@@ -155,16 +170,19 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         """A copy or pickle has the sums so far and is not started; it measures its own copies of the modules."""
         with self._lock:
             self._pending.flush()
-            return vars(self) | {"_hooks": [], "_last_input": LastInput(), "_lock": None}
+            return vars(self) | {"_hooks": [], "_outer": [], "_last_input": LastInput(), "_lock": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state, _lock=RLock())
 
     def __enter__(self) -> collect_statistics:
+        self._outer.append(bool(self._hooks))
         self.start()
         return self
 
     def __exit__(self, kind, *_) -> None:
+        if self._outer and self._outer.pop():  # a block inside another one
+            return
         if kind is not None:
             self._pending.discard()  # frees their memory, and raises nothing
         self.stop()
@@ -176,32 +194,35 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             if not is_own(_OP, name, own, module):
                 return None
             x, y = input_of(_OP, name, args, kwargs), output_of(_OP, name, output)
-            mask = self._check_mask(name, x)
-            if not recomputing():
-                with self._lock:
-                    self._add_input(name, x, mask, y)
-                    vars(module)[attribute] = self._sums[name]
+            self._check_mask(name, "input", x)
             if y.requires_grad:
+                self._check_mask(name, "output", y)
+            with self._lock:
+                mask, n_masked = self._mask.at(name, x.device)
+                if not recomputing():
+                    n_tokens = x.shape[:-1].numel() if mask is None else n_masked
+                    self._add_input(name, x, mask, n_tokens, y)
+                    vars(module)[attribute] = self._sums[name]
+            if y.requires_grad and name in self._sums:  # not there: a checkpoint of a pass before start() is recomputed
                 sums = self._sums[name]
-                y.register_hook(lambda g: self._add_gradient(sums.g2, g, mask))
+                resets = sums.resets
+                y.register_hook(lambda g: self._add_gradient(sums, resets, g, mask))
             return None
 
         return hook
 
-    def _add_gradient(self, g2: Tensor, gradient: Tensor, mask: Tensor | None) -> None:
+    def _add_gradient(self, sums: Sums, resets: int, gradient: Tensor, mask: Tensor | None) -> None:
         with self._lock:
-            self._pending.add(g2, gradient.detach(), mask)
+            if sums.resets == resets:
+                self._pending.add(sums.g2, gradient.detach(), mask)
 
-    def _check_mask(self, name: str, x: Tensor) -> Tensor | None:
-        mask = self._token_mask
-        if mask is None:
-            return None
-        if mask.shape != x.shape[:-1]:
+    def _check_mask(self, name: str, what: str, x: Tensor) -> None:
+        mask = self.token_mask
+        if mask is not None and mask.shape != x.shape[:-1]:
             raise ValueError(
-                f"collect_statistics: the input of {name} must have the leading shape of token_mask "
+                f"collect_statistics: the {what} of {name} must have the leading shape of token_mask "
                 f"{list(mask.shape)}, got {list(x.shape[:-1])}"
             )
-        return mask.to(x.device)
 
     def _check_initial(self, name: str, x: Tensor, output: Tensor) -> None:
         start = self._initial.get(name)
@@ -209,23 +230,26 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             expect(_OP, f"initial[{name!r}].x2", start.x2, x.shape[-1:], FP32, start.x2)
             expect(_OP, f"initial[{name!r}].g2", start.g2, output.shape[-1:], FP32, start.x2)
 
-    def _add_input(self, name: str, x: Tensor, mask: Tensor | None, output: Tensor) -> None:
+    def _add_input(self, name: str, x: Tensor, mask: Tensor | None, n_tokens: int, output: Tensor) -> None:
         """Add the sums of one input; modules called with the same tensor share them."""
-        if not self._last_input.matches(x, self._token_mask):
+        if name in self._sums:
+            expect_width(_OP, name, "input", x, self._sums[name].x2)
+            expect_width(_OP, name, "output", output, self._sums[name].g2)
+        if not self._last_input.join(name, x, mask):
             x2 = torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
             accumulate_sq_sums_(x2, x.detach(), token_mask=mask)
-            self._last_input.keep(x, self._token_mask, Reduced(x2))
+            self._last_input.keep(name, x, mask, Reduced(x2))
         reduced = self._last_input.value
-        if name not in self._sums:
-            with torch.inference_mode(False):  # later passes add to them outside inference mode
+        with torch.inference_mode(False):  # later passes add to the sums outside inference mode
+            if name not in self._sums:
                 self._check_initial(name, x, output)
                 start = self._initial.pop(name, None)
-                self._sums[name] = Sums(x, output, self._token_mask, reduced.leader, start)
-        sums = self._sums[name]
-        sums.to(x, output)
+                self._sums[name] = Sums(x, output, self.token_mask, reduced.leader, start)
+            sums = self._sums[name]
+            sums.to(x, output)
         reduced.leader = reduced.leader or sums
         sums.x2 += reduced.x2
-        sums.n_tokens += x.shape[:-1].numel() if mask is None else self._kept_tokens
+        sums.n_tokens += n_tokens
 
 
 @contextmanager
@@ -235,31 +259,30 @@ def collect_hessians(
     """Context manager that sums X^T X of the inputs of linear layers: name -> [C, C] fp32, for obs_factor().
 
     Modules that are called with the same tensor (q/k/v, gate/up) share one matrix, the same object: one factor serves
-    them all. A module that is never called has no entry.
+    them all. Modules that share their first input must share all. A module that is never called has no entry.
 
     Args:
-        modules: name -> linear module with one input [..., C]. Call them in the same order in every forward pass.
-        token_weight: name -> [T] fp32, at least 0: the weight of each token, in the order of the calls inside the
-            block. Modules that share an input use the entry of the first one called. Without an entry, and with None,
-            each token has weight 1.
+        modules: name -> linear module with one input [..., C].
+        token_weight: name -> [T] fp32, finite and at least 0: the weight of each token, in the order of the calls
+            inside the block. Modules that share an input use the entry of the first one called. Without an entry, and
+            with None, each token has weight 1.
 
     Raises:
-        ValueError: token_weight names no module or is not [T]; a module sees more tokens than it has weights, in a
-            forward pass, or fewer, at the end of the block.
+        ValueError: token_weight names no module, is not [T], or has other values; in a forward pass, a module gets an
+            input of another width than before. In a forward pass or at the end of the block, a module sees more or
+            fewer tokens than it has weights, or does not get an input of the modules that share its first.
     """
     if token_weight is not None:
         expect_mapping("collect_hessians", "token_weight", token_weight, Tensor)
     modules, token_weight = expect_modules("collect_hessians", modules), token_weight or {}
     if unknown := token_weight.keys() - modules.keys():
         raise ValueError(f"collect_hessians: token_weight names {min(unknown)!r}, which is none of the modules")
-    if wrong := [name for name, weight in token_weight.items() if weight.dim() != 1]:
-        raise ValueError(
-            f"collect_hessians: token_weight of {wrong[0]} must be [T], got {list(token_weight[wrong[0]].shape)}"
-        )
+    for name, weight in token_weight.items():
+        _expect_token_weight(name, weight)
     seen: dict[str, int] = {}
     hessians: dict[str, Tensor] = {}
-    owners: dict[str, str] = {}
-    last, lock = LastInput(), RLock()
+    grams: dict[str, SharedGram] = {}
+    last_inputs, lock = defaultdict(LastInput), RLock()  # the inputs by thread
 
     def hook_of(name: str, own: nn.Module):
         def hook(module, args, kwargs, _output):
@@ -270,17 +293,19 @@ def collect_hessians(
         return hook
 
     def add(name: str, x: Tensor) -> None:
-        if name not in owners:
-            owners[name] = owners[last.value] if last.matches(x, None) else name
-            if owners[name] == name:
-                hessians[name] = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
-            hessians[name] = hessians[owners[name]]
-        if owners[name] == name:
-            if hessians[name].device != x.device:  # the module was moved
-                moved = hessians[name].to(x.device)
-                hessians.update({other: moved for other, owner in owners.items() if owner == name})
-            accumulate_gram_(hessians[name], weighted(name, x.detach()))
-        last.keep(x, None, name)
+        thread = get_ident()
+        last, gram = last_inputs[thread], grams.get(name)
+        shared = (gram is None or last.value is gram) and last.join(name, x, known=gram is not None)
+        if gram is None:  # it has no part in inputs before its first
+            gram = grams[name] = last.value if shared and last.value.inputs == 1 else SharedGram(name, x)
+            gram.members.append(name)
+        if shared and gram is last.value:
+            gram.called(thread, name)
+        else:
+            gram.begin(thread, name, x)
+            accumulate_gram_(gram.sum, weighted(gram.name, x.detach()))
+            last.keep(name, x, None, gram)
+        hessians.update(dict.fromkeys(gram.members, gram.sum))
 
     def weighted(name: str, x: Tensor) -> Tensor:
         if name not in token_weight:
@@ -298,7 +323,20 @@ def collect_hessians(
     finally:
         for hook in hooks:
             hook.remove()
-        last.clear()
+        last_inputs.clear()
+    for gram in grams.values():
+        gram.expect_all()
     for name, count in seen.items():
         if count != len(token_weight[name]):
             raise ValueError(f"collect_hessians: {name} saw {count} tokens, token_weight has {len(token_weight[name])}")
+
+
+def _expect_token_weight(name: str, weight: Tensor) -> None:
+    what = f"token_weight of {name}"
+    expect_dense("collect_hessians", what, weight)
+    if weight.dim() != 1:
+        raise ValueError(f"collect_hessians: {what} must be [T], got {list(weight.shape)}")
+    if not weight.is_floating_point():
+        raise ValueError(f"collect_hessians: {what} must be of floating dtype, got {weight.dtype}")
+    if not ((weight >= 0) & weight.isfinite()).all():
+        raise ValueError(f"collect_hessians: {what} must be finite and at least 0, got NaN, inf or a negative number")

@@ -421,6 +421,14 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "A hooked module returns a tuple, or gets its input by an unexpected keyword",
         "measured; what has no input or output of floats is an error of one line that names the module",
     ),
+    "stale buffer": (
+        "An input, a token mask or what a collector handed out is changed in memory between two passes",
+        "each pass counts with the values of its time; what was handed out stays as it was",
+    ),
+    "shared once": (
+        "Modules share their input in one pass and not in another",
+        "statistics count each input where it belongs; `collect_hessians` ends with an error that names the modules",
+    ),
     "no CUDA kernels": (
         "CUDA kernels cannot be compiled or loaded: no NVRTC, an old driver, an unknown card",
         "Triton serves; `python -m fwanda_kernels` says why in one line",

@@ -130,12 +130,12 @@ def test_weights_have_a_mean_of_1_and_the_power():
 
 
 def test_hessians_weigh_each_token_in_the_order_of_the_calls():
-    first, second = torch.nn.Linear(8, 4), torch.nn.Linear(8, 3)
+    first, second, third = torch.nn.Linear(8, 4), torch.nn.Linear(8, 3), torch.nn.Linear(8, 3)
     x, weight = torch.randn(5, 6, 8), torch.rand(30)
-    with fk.collect_hessians({"first": first, "second": second}, {"first": weight}) as hessians:
+    with fk.collect_hessians({"first": first, "second": second, "third": third}, {"first": weight}) as hessians:
         for part in x.split(2):
             first(part), second(part)
-            second(part + 1)
+            third(part + 1)
     flat = x.flatten(0, 1)
     torch.testing.assert_close(hessians["first"], flat.T @ (flat * weight[:, None]), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="token_weight names 'third', which is none of the modules"):
