@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._checks import WEIGHT_DTYPES, expect_dense
+
 _KEY = "_fwanda_hooks"  # the attribute of a hooked module that holds its _Hooks
 _TABLES = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")  # of every nn.Module
 
@@ -125,6 +127,7 @@ def input_of(op: str, name: str, args: tuple, kwargs: dict) -> Tensor:
     """The input [..., C] of a call: the first matrix of floats among the arguments, those by position first."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
+            _expect_weight_like(op, f"the input of {name}", value)
             return value
     given = [type(value).__name__ for value in args] + [f"{key}={type(v).__name__}" for key, v in kwargs.items()]
     raise ValueError(
@@ -139,7 +142,14 @@ def output_of(op: str, name: str, output: object) -> Tensor:
         raise ValueError(f"{op}: {name} must return a floating tensor [..., R], got {type(output).__name__}")
     if first.dim() < 2:
         raise ValueError(f"{op}: {name} must return [..., R], at least 2 dimensions, got {list(first.shape)}")
+    _expect_weight_like(op, f"the output of {name}", first)
     return first
+
+
+def _expect_weight_like(op: str, what: str, value: Tensor) -> None:
+    expect_dense(op, what, value)
+    if value.dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"{op}: {what} must be bfloat16, float16 or float32, got {value.dtype}")
 
 
 def recomputing() -> bool:

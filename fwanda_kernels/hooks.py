@@ -125,6 +125,8 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             expect_dense(_OP, "token_mask", mask)
             if mask.dtype != torch.bool:
                 raise ValueError(f"collect_statistics: token_mask must be bool, got {mask.dtype}")
+            if mask.is_meta:
+                raise ValueError("collect_statistics: token_mask must have values, got a tensor on the device meta")
         self._mask = TokenMask(mask)
         for sums in self._sums.values():
             sums.mask = mask
@@ -259,7 +261,8 @@ def collect_hessians(
     """Context manager that sums X^T X of the inputs of linear layers: name -> [C, C] fp32, for obs_factor().
 
     Modules that are called with the same tensor (q/k/v, gate/up) share one matrix, the same object: one factor serves
-    them all. Modules that share their first input must share all. A module that is never called has no entry.
+    them all. Modules that share their first input must share all. A module that is never called has no entry. A
+    forward pass repeated by activation checkpointing is ignored.
 
     Args:
         modules: name -> linear module with one input [..., C].
@@ -286,7 +289,7 @@ def collect_hessians(
 
     def hook_of(name: str, own: nn.Module):
         def hook(module, args, kwargs, _output):
-            if is_own("collect_hessians", name, own, module):
+            if is_own("collect_hessians", name, own, module) and not recomputing():
                 with lock:
                     add(name, input_of("collect_hessians", name, args, kwargs))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fwanda_kernels as fk
 
@@ -188,6 +189,17 @@ def test_modules_that_share_may_be_called_in_any_order():
     assert hessians["a"] is hessians["b"] and hessians["a"][0, 0] == 9
 
 
+@pytest.mark.fault("shared once")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_counts_once_in_hessians(use_reentrant):
+    a, b = nn.Linear(4, 2), nn.Linear(4, 2)
+    with fk.collect_hessians({"a": a, "b": b}) as hessians:
+        for _ in range(2):
+            x = ONES.clone().requires_grad_()
+            checkpoint(lambda x: a(x) * b(x), x, use_reentrant=use_reentrant).sum().backward()
+    assert hessians["a"] is hessians["b"] and hessians["a"][0, 0] == 6
+
+
 # odd calls and values
 
 
@@ -208,6 +220,27 @@ def test_an_output_without_rows_is_refused_by_name(function):
         with pytest.raises(ValueError, match=r"^collect_statistics: fc must return \[..., R\], at least 2 dimensions"):
             layer(ONES)
     assert stats.unseen == ["fc"]
+
+
+@pytest.mark.fault("odd module")
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.double, torch.Tensor.to_sparse, lambda x: torch.nested.as_nested_tensor(list(x[None]))],
+    ids=["double", "sparse", "nested"],
+)
+def test_an_input_or_output_that_cannot_be_summed_is_refused_by_name(change):
+    with fk.collect_statistics({"fc": (layer := Returns(change))}):
+        with pytest.raises(ValueError, match="^collect_statistics: the output of fc must be "):
+            layer(ONES)
+    for collect in (fk.collect_statistics, fk.collect_hessians):
+        with collect({"fc": (layer := Returns(lambda _: ONES))}):
+            with pytest.raises(ValueError, match=f"^{collect.__name__}: the input of fc must be "):
+                layer(change(ONES))
+
+
+def test_a_mask_without_values_is_refused():
+    with pytest.raises(ValueError, match="token_mask must have values"):
+        fk.collect_statistics({}).token_mask = torch.ones(3, dtype=torch.bool, device="meta")
 
 
 @pytest.mark.fault("odd module")
