@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import as_count, expect_bad, expect_dense, expect_lists, expect_number
+from ._checks import as_count, expect_bad, expect_dense, expect_device, expect_lists, expect_number, expect_weights
 
 _SMALLEST = 2.0**-900  # a smaller share of the largest signal counts as 0
 _EXACT_INTEGERS = 2**53
@@ -70,6 +70,7 @@ def allocate_budgets(
     expect_lists(op, vs=vs, totals=totals, k_max=k_max)
     for i, v in enumerate(vs):
         expect_dense(op, f"vs[{i}]", v)
+        expect_device(op, f"vs[{i}]", v, vs[0])
     expect_bad(op, bad, vs[0])
     sizes = [v.numel() for v in vs]
     k_min = as_count(op, "k_min", k_min)
@@ -109,9 +110,10 @@ def global_row_scales(
     """Row scales by which select_threshold() compares rows and matrices: a damped second-order estimate of the loss.
 
     Args:
-        weights: L matrices [R, C] bf16|fp16|fp32, finite, on one device.
-        omegas: L vectors [R], finite and >= 0: the Fisher information of each output, LayerStatistics.omega.
-        norms: L vectors [C], finite and >= 0: the norm of each input column, LayerStatistics.norm.
+        weights: L matrices [R, C] bf16|fp16|fp32 on one device. A row that is not finite gets scale 0;
+            select_threshold() then refuses it.
+        omegas: L floating vectors [R], finite and >= 0: the Fisher information of each output, LayerStatistics.omega.
+        norms: L floating vectors [C], finite and >= 0: the norm of each input column, LayerStatistics.norm.
         row_exponent: b, damping across rows.
         layer_exponent: c, damping across matrices.
         mean_omega: mean of omega over all rows of the model, where the lists hold only a part of it, such as one
@@ -121,7 +123,8 @@ def global_row_scales(
         L vectors [R] fp32.
 
     Raises:
-        ValueError: the lists or their shapes do not fit, or omega is 0 everywhere or not finite.
+        ValueError: the lists, shapes, dtypes or devices do not fit; an omega or a norm is negative or not finite;
+            omega is 0 everywhere; or a scale is too large for fp32.
 
     Formula, in fp64, with omega divided by its mean over all rows and m_i = mean_j(|W_ij| * norm_j):
     a_i = omega_i^(b/2) * m_i^(b-1) / mean_i(omega_i^(b/2) * m_i^b)^(1-c), and 0 where omega_i or m_i is 0. With
@@ -129,32 +132,72 @@ def global_row_scales(
     Kronecker-diagonal estimate of how much the summed loss grows if W_ij is removed. Waits for the device once; reads
     each weight once. Source: ours, from the Fisher information of the paper.
     """
-    lists = {"weights": weights, "omegas": omegas, "norms": norms}
-    expect_lists("global_row_scales", **lists)
-    for name, i in ((name, i) for name, tensors in lists.items() for i in range(len(tensors))):
-        expect_dense("global_row_scales", f"{name}[{i}]", lists[name][i])
+    op = "global_row_scales"
+    _expect_layers(op, weights, omegas, norms)
+    given = {"row_exponent": row_exponent, "layer_exponent": layer_exponent}
+    for name, value in (given | ({} if mean_omega is None else {"mean_omega": mean_omega})).items():
+        expect_number(op, name, value, "a finite number")
+    b, c = row_exponent * 1.0, layer_exponent * 1.0  # torch takes no integer beyond 64 bits
+    mean = torch.cat([omega.double() for omega in omegas]).mean()
+    if mean_omega is not None:
+        mean = torch.full_like(mean, mean_omega * 1.0)
+    layers = list(zip(weights, omegas, norms, strict=True))
+    scales = [_row_scales(weight, omega, norm, mean, b, c) for weight, omega, norm in layers]
+    _refuse_values(op, omegas, norms, scales, mean)
+    return scales
+
+
+def _expect_layers(op: str, weights: Sequence[Tensor], omegas: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
+    """Raise unless the lists hold weights [R, C], omegas [R] and norms [C] that can be computed with."""
+    vectors = {"omegas": omegas, "norms": norms}
+    expect_lists(op, weights=weights, **vectors)
+    for name, tensors in {"weights": weights, **vectors}.items():
+        for i, tensor in enumerate(tensors):
+            expect_dense(op, f"{name}[{i}]", tensor)
     for i, (weight, omega, norm) in enumerate(zip(weights, omegas, norms, strict=True)):
         if weight.dim() != 2 or weight.shape != (*omega.shape, *norm.shape):
             raise ValueError(
-                f"global_row_scales: entry {i} must be a weight [R, C], an omega [R] and a norm [C], "
+                f"{op}: entry {i} must be a weight [R, C], an omega [R] and a norm [C], "
                 f"got {list(weight.shape)}, {list(omega.shape)} and {list(norm.shape)}"
             )
-    given = {"row_exponent": row_exponent, "layer_exponent": layer_exponent}
-    for name, value in (given | ({} if mean_omega is None else {"mean_omega": mean_omega})).items():
-        expect_number("global_row_scales", name, value, "a finite number")
-    b, c = row_exponent * 1.0, layer_exponent * 1.0  # torch takes no integer beyond 64 bits
-    mean = float(torch.cat([omega.double() for omega in omegas]).mean()) if mean_omega is None else mean_omega * 1.0
+    expect_weights(op, weights)
+    for name, tensors in vectors.items():
+        for i, tensor in enumerate(tensors):
+            expect_device(op, f"{name}[{i}]", tensor, weights[0])
+            if not tensor.is_floating_point():
+                raise ValueError(f"{op}: {name}[{i}] must be floating, got {tensor.dtype}")
+
+
+def _row_scales(weight: Tensor, omega: Tensor, norm: Tensor, mean: Tensor, b: float, c: float) -> Tensor:
+    """[R] fp32 by the formula of global_row_scales(); mean: [] fp64."""
+    m = _mean_score(weight, norm)
+    alive = (omega > 0) & (m > 0) & m.isfinite()
+    omega, m = torch.where(alive, omega / mean, 1), torch.where(alive, m, 1)
+    row = torch.where(alive, omega ** (b / 2) * m**b, 0)
+    layer = row.mean() ** (1 - c)
+    return torch.where(alive, row / m / layer, 0).float()
+
+
+def _refuse_values(
+    op: str, omegas: Sequence[Tensor], norms: Sequence[Tensor], scales: list[Tensor], mean: Tensor
+) -> None:
+    """Raise ValueError for values that have no estimate; waits for the device once."""
+    broken = [[~_is_share(omega), ~_is_share(norm)] for omega, norm in zip(omegas, norms, strict=True)]
+    flags = [*sum(broken, []), *(~scale.isfinite().all() for scale in scales)]
+    *flags, mean = torch.stack([flag.double() for flag in flags] + [mean]).tolist()
+    for at, flag in enumerate(flags[: 2 * len(omegas)]):
+        if flag:
+            raise ValueError(f"{op}: {('omegas', 'norms')[at % 2]}[{at // 2}] must be finite and >= 0")
     if not 0 < mean < float("inf"):
-        raise ValueError(f"global_row_scales: the mean of omega must be finite and > 0, got {mean}")
-    scales = []
-    for weight, omega, norm in zip(weights, omegas, norms, strict=True):
-        m = _mean_score(weight, norm)
-        alive = (omega > 0) & (m > 0)
-        omega, m = torch.where(alive, omega / mean, 1), torch.where(alive, m, 1)
-        row = torch.where(alive, omega ** (b / 2) * m**b, 0)
-        layer = row.mean() ** (1 - c)
-        scales.append(torch.where(alive, row / m / layer, 0).float())
-    return scales
+        raise ValueError(f"{op}: the mean of omega must be finite and > 0, got {mean}")
+    if 1 in flags:
+        at = flags.index(1) - 2 * len(omegas)
+        raise ValueError(f"{op}: the scales of entry {at} exceed fp32; take exponents nearer to 1")
+
+
+def _is_share(v: Tensor) -> Tensor:
+    """[] bool: whether all values are finite and >= 0."""
+    return (v.isfinite() & (v >= 0)).all()
 
 
 def _mean_score(weight: Tensor, norm: Tensor) -> Tensor:

@@ -273,7 +273,15 @@ def test_rows_without_fisher_information_or_score_have_scale_zero():
     "change, message",
     [
         (lambda w, o, n: (w, [0 * x for x in o], n), "the mean of omega must be finite and > 0, got 0.0"),
-        (lambda w, o, n: (w, [x / 0 for x in o], n), "the mean of omega must be finite and > 0, got inf"),
+        (lambda w, o, n: (w, [x / 0 for x in o], n), "omegas[0] must be finite and >= 0"),
+        (lambda w, o, n: (w, [x[:0] for x in o], n), "entry 0 must be a weight [R, C]"),
+        (lambda w, o, n: ([w[0], w[1].int()], o, n), "weights[1] must be [R, C] bfloat16|float16|float32"),
+        (lambda w, o, n: ([w[0] * 1j, w[1]], o, n), "weights[0] must be [R, C] bfloat16|float16|float32"),
+        (lambda w, o, n: (w, [o[0], o[1].long()], n), "omegas[1] must be floating, got torch.int64"),
+        (lambda w, o, n: (w, o, [n[0], n[1] * 1j]), "norms[1] must be floating, got torch.complex64"),
+        (lambda w, o, n: ([w[0], w[1].to("meta")], o, n), "weights[1] must be on cpu like the first, got meta"),
+        (lambda w, o, n: (w, [o[0], o[1].to("meta")], n), "omegas[1] must be on cpu like the first, got meta"),
+        (lambda w, o, n: (w, o, [n[0].to("meta"), n[1]]), "norms[0] must be on cpu like the first, got meta"),
         (lambda w, o, n: ([], [], []), "non-empty lists of one length, got 0 weights, 0 omegas, 0 norms"),
         (lambda w, o, n: (w, o[:1], n), "non-empty lists of one length, got 2 weights, 1 omegas, 2 norms"),
         (
@@ -287,3 +295,37 @@ def test_global_row_scales_refuse_what_has_no_estimate_in_one_line(change, messa
         fk.global_row_scales(*change(*layers_of((4, 6), (3, 5))))
     assert str(error.value).startswith("global_row_scales: ") and message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("not finite")
+@pytest.mark.parametrize("mean", [None, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -1.0])
+@pytest.mark.parametrize("place", ["omegas", "norms"])
+def test_global_row_scales_refuse_values_that_are_no_shares(place, value, mean):
+    weights, omegas, norms = layers_of((4, 6), (3, 5))
+    {"omegas": omegas, "norms": norms}[place][1][2] = value
+    with pytest.raises(ValueError, match=rf"^global_row_scales: {place}\[1\] must be finite and >= 0$"):
+        fk.global_row_scales(weights, omegas, norms, mean_omega=mean)
+
+
+@pytest.mark.fault("not finite")
+@pytest.mark.parametrize("exponents", [{"row_exponent": 1e3}, {"row_exponent": -1e3}, {"layer_exponent": 1e3}])
+def test_exponents_with_which_a_scale_overflows_are_refused(exponents):
+    weights, omegas, norms = layers_of((4, 6), (3, 5))
+    with pytest.raises(ValueError, match=r"^global_row_scales: the scales of entry [01] exceed fp32; take expon"):
+        fk.global_row_scales(weights, omegas, [norms[0], norms[1] * 1e4], **exponents)
+
+
+@pytest.mark.fault("not finite")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_of_weights_that_is_not_finite_has_scale_zero_and_leaves_the_others(value):
+    weights, omegas, norms = layers_of((4, 6), (3, 5))
+    weights[0][1, 2] = value
+    scale = fk.global_row_scales(weights, omegas, norms)[0]
+    assert (scale > 0).tolist() == [True, False, True, True] and scale.isfinite().all()
+
+
+def test_budgets_of_signals_on_two_devices_are_refused_in_one_line():
+    signals = [torch.ones(4), torch.ones(4, device="meta")]
+    with pytest.raises(ValueError, match=r"^allocate_budgets: vs\[1\] must be on cpu like the first, got meta$"):
+        fk.allocate_budgets(signals, [10, 10], k_max=[16, 16])

@@ -220,14 +220,17 @@ def _row_scales(
     seen = [i for i, layer in enumerate(layers) if is_measured(layer)]
     if not seen:
         return scales
-    seen_scales = fk.global_row_scales(
-        [weights[i] for i in seen],
-        [layers[i].omega for i in seen],
-        [layers[i].norm for i in seen],
-        row_exponent=config.row_exponent,
-        layer_exponent=config.layer_exponent,
-        mean_omega=mean_omega,
-    )
+    try:
+        seen_scales = fk.global_row_scales(
+            [weights[i] for i in seen],
+            [layers[i].omega for i in seen],
+            [layers[i].norm for i in seen],
+            row_exponent=config.row_exponent,
+            layer_exponent=config.layer_exponent,
+            mean_omega=mean_omega,
+        )
+    except ValueError as error:  # exponents with which a scale overflows
+        raise UserError(str(error)) from error
     for i, scale in zip(seen, seen_scales, strict=True):
         scales[i] = scale
     return scales
