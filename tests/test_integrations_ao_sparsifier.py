@@ -223,3 +223,21 @@ def test_nothing_is_warned_of_in_a_plain_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stepped(sparsity_level=0.5, semi_structured_block_size=4)[2].squash_mask()
+
+
+@pytest.mark.fault("not finite")
+def test_a_step_that_refuses_one_tensor_changes_the_mask_of_none():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    sparsifier = WandaSparsifier(sparsity_level=0.5)
+    sparsifier.prepare(model, None)
+    model(torch.randn(9, 8))
+    original = model[1].parametrizations.weight.original
+    with torch.no_grad():
+        original[0, 0] = torch.nan
+    with pytest.raises(UserError, match="1.weight: weight has NaN or inf"):
+        sparsifier.step()
+    assert all(bool(layer.parametrizations.weight[0].mask.all()) for layer in model)
+    with torch.no_grad():
+        original[0, 0] = 1.0
+    sparsifier.step()
+    assert [int((layer.weight == 0).sum()) for layer in model] == [24, 12]

@@ -130,3 +130,48 @@ def test_layers_that_are_not_plain_linear_are_refused_by_name():
         WrappedGPT(nn.Conv1d(4, 4, 1), layer_name="q_proj")
     with pytest.raises(UserError, match="already parametrised"):
         WrappedGPT(parametrizations.weight_norm(nn.Linear(4, 4)))
+
+
+@pytest.mark.fault("not finite")
+@pytest.mark.parametrize("column", [0, 9])  # of the groups of four, and of the shorter last group
+@pytest.mark.parametrize("pattern", [(0, 0), (2, 4)])
+def test_a_refused_value_leaves_the_whole_weight_as_it_was(pattern, column):
+    weight, scaler_row = torch.randn(4, 10), torch.rand(10)
+    weight[1, column] = torch.nan
+    before = weight.clone()
+    with pytest.raises(ValueError, match="weight has NaN or inf"):
+        wanda_prune_(weight, scaler_row, 0.5, *pattern)
+    assert torch.equal(weight.nan_to_num(7), before.nan_to_num(7))
+
+
+@pytest.mark.fault("not finite")
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [[1.0]],
+        (torch.ones(2, 3, 8),),
+        None,
+        torch.tensor(3.0),
+        torch.ones(8),
+        torch.ones(3, 1),
+        torch.ones(2, 2, 3, 8),
+        torch.ones(3, 8, dtype=torch.complex64),
+        torch.ones(3, 8, dtype=torch.int64),
+        torch.ones(3, 8).to_sparse(),
+        torch.ones(3, 8, device="meta"),
+    ],
+    ids=range(11),
+)
+def test_batches_that_are_no_inputs_of_the_layer_are_one_line_and_add_nothing(batch):
+    wrapped = WrappedGPT(nn.Linear(8, 4))
+    with pytest.raises(UserError, match="^inp must be ") as error:
+        wrapped.add_batch(batch, None)
+    assert "\n" not in str(error.value) and wrapped.nsamples == 0 and not wrapped.scaler_row.any()
+
+
+def test_a_batch_of_no_sequences_adds_nothing_and_no_gradient_is_kept():
+    wrapped = WrappedGPT(nn.Linear(8, 4))
+    wrapped.add_batch(torch.ones(0, 3, 8), None)
+    assert wrapped.nsamples == 0
+    wrapped.add_batch(torch.ones(2, 3, 8, requires_grad=True), None)
+    assert wrapped.scaler_row.tolist() == pytest.approx([3.0] * 8) and not wrapped.scaler_row.requires_grad

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fwanda_kernels as fk
 
@@ -113,11 +113,16 @@ class WandaSparsifier(BaseSparsifier):
 
         Raises:
             UserError: the model saw no input, a tensor has NaN or inf, or "row" has no gradients. If statistics are
-                missing, the collection goes on.
+                missing, the collection goes on. After an error no mask has changed.
         """
-        if self.enable_mask_update and self._collected is not None:
+        if not self.enable_mask_update:
+            return
+        if self._collected is not None:
             self._take_statistics()
-        super().step(use_path)
+        with torch.no_grad():
+            selected = [self._select(**group) for group in self.groups]
+            for group, mask in zip(self.groups, selected, strict=True):
+                _parametrization(**group)[0].mask.copy_(mask)
 
     def _take_statistics(self) -> None:
         if not len(self._collected):
@@ -140,28 +145,36 @@ class WandaSparsifier(BaseSparsifier):
             self._collected = None
 
     def update_mask(self, module: nn.Module, tensor_name: str, **group) -> None:
-        """Write the mask of one tensor in place, 1 = kept. The host calls this in step()."""
+        """Write the mask of one tensor in place, 1 = kept."""
+        mask = self._select(module, tensor_name, **group)
+        _parametrization(module, tensor_name)[0].mask.copy_(mask)
+
+    def _select(self, module: nn.Module, tensor_name: str, **group) -> Tensor:
+        """[R, C] bool mask of one tensor, True = kept."""
         name, level = group["tensor_fqn"], exact_fraction("sparsity_level", group["sparsity_level"])
-        parametrization = getattr(module.parametrizations, tensor_name)
-        weight, mask, state = parametrization.original.detach(), parametrization[0].mask, self.state[name]
+        weight, state = _parametrization(module, tensor_name).original.detach(), self.state[name]
         layer = fk.LayerStatistics(state["x2"], state["g2"], state["n_tokens"])
         scale = measured_norm(name, layer)
         rows, cols = weight.shape
         block = group["semi_structured_block_size"]
         if block is not None:
             block = int(block)
-            mask.copy_(checked_mask(fk.nm_mask, name, weight, scale, keep_total(block, level), block))
-            return
+            return checked_mask(fk.nm_mask, name, weight, scale, keep_total(block, level), block)
         keep = keep_total(cols, level)
         if group["allocation"] == "row":
             total = keep_total(rows * cols, level)
             keep = row_budgets(name, layer, total, k_max=cols, power=group["power"])
-        mask.copy_(checked_mask(fk.row_topk_mask, name, weight, scale, keep))
+        return checked_mask(fk.row_topk_mask, name, weight, scale, keep)
 
     def squash_mask(self, *args, **kwargs) -> None:
         """Multiply the weights by their masks and remove the masks, as every sparsifier of the host does."""
         self._stop()
         super().squash_mask(*args, **kwargs)
+
+
+def _parametrization(module: nn.Module, tensor_name: str, **_) -> nn.Module:
+    """What prepare() put in the place of a tensor: its first entry holds the mask."""
+    return getattr(module.parametrizations, tensor_name)
 
 
 def _check(

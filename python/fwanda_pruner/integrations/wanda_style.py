@@ -51,11 +51,23 @@ class WrappedGPT:
         """Add one batch.
 
         Args:
-            inp: [B, L, C] or [L, C] input of the layer, without padding.
+            inp: [B, L, C] or [L, C] input of the layer, floating, without padding. A batch of no sequences adds
+                nothing.
             out: not used.
+
+        Raises:
+            UserError: inp is no such tensor.
         """
+        dense = isinstance(inp, Tensor) and inp.layout == torch.strided and not inp.is_nested
+        if not dense or inp.dim() not in (2, 3) or inp.shape[-1] != self.columns or not inp.is_floating_point():
+            got = f"{list(inp.shape)} {inp.dtype}" if dense else type(inp).__name__
+            raise UserError(f"inp must be a floating tensor [B, L, {self.columns}] or [L, {self.columns}], got {got}")
+        if inp.device != self.dev:
+            raise UserError(f"inp must be on {self.dev} like the layer, got {inp.device}")
         batch = 1 if inp.dim() == 2 else inp.shape[0]
-        norm = torch.linalg.vector_norm(inp.reshape(-1, inp.shape[-1]).float(), dim=0)
+        if not batch:
+            return
+        norm = torch.linalg.vector_norm(inp.detach().reshape(-1, self.columns).float(), dim=0)
         self.scaler_row *= self.nsamples / (self.nsamples + batch)
         self.nsamples += batch
         self.scaler_row += norm.square() / self.nsamples
@@ -86,29 +98,41 @@ def wanda_mask(
     does the same. Its n:m selection is a topk, which may remove any of several equal scores at the cut. Without such
     ties the masks are equal; with them the counts are equal.
     """
-    parts = _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m)
-    bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    masks = [
-        fk.row_topk_mask(part, scale, keep, bad=bad) if m is None else fk.nm_mask(part, scale, keep, m, bad=bad)
-        for part, scale, keep, m in parts
-    ]
-    if int(bad):
-        raise ValueError(fk.bad_message("wanda_mask", int(bad)))
+    masks = _masks("wanda_mask", weight, _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m))
     return (masks[0] if len(masks) == 1 else torch.cat(masks, dim=1)).logical_not_()
 
 
 def wanda_prune_(
     weight: Tensor, scaler_row: Tensor, sparsity_ratio: float = 0.5, prune_n: int = 0, prune_m: int = 0
 ) -> None:
-    """Set the weights that wanda_mask() selects to zero, in place, without making the mask.
+    """Set the weights that wanda_mask() selects to zero, in place.
 
-    Arguments, errors and tie rule are those of wanda_mask().
+    Arguments, errors and tie rule are those of wanda_mask(). After an error the weight has not changed.
     """
-    for part, scale, keep, m in _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m):
+    parts = _parts(weight, scaler_row, sparsity_ratio, prune_n, prune_m)
+    if len(parts) > 1:
+        _masks("wanda_prune_", weight, parts)  # a value refused in the last part must not leave the first one pruned
+    for part, scale, keep, m in parts:
         if m is None:
             fk.row_topk_prune_(part, scale, keep)
         else:
             fk.nm_prune_(part, scale, keep, m)
+
+
+def _masks(op: str, weight: Tensor, parts: list[tuple[Tensor, Tensor, int, int | None]]) -> list[Tensor]:
+    """The mask of each part, True = kept.
+
+    Raises:
+        ValueError: a value of any part is not finite.
+    """
+    bad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    masks = [
+        fk.row_topk_mask(part, scale, keep, bad=bad) if m is None else fk.nm_mask(part, scale, keep, m, bad=bad)
+        for part, scale, keep, m in parts
+    ]
+    if int(bad):
+        raise ValueError(fk.bad_message(op, int(bad)))
+    return masks
 
 
 def _parts(
@@ -116,9 +140,10 @@ def _parts(
 ) -> list[tuple[Tensor, Tensor, int, int | None]]:
     """Split the columns into parts (weight, scale, number kept, m): kept of m columns, or of the row if m is None."""
     for name, tensor, dims in (("weight", weight, 2), ("scaler_row", scaler_row, 1)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != dims:
-            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise UserError(f"{name} must be a tensor {'[R, C]' if dims == 2 else '[C]'}, got {got}")
+        dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+        if not dense or tensor.dim() != dims:
+            got = list(tensor.shape) if dense else type(tensor).__name__
+            raise UserError(f"{name} must be a dense tensor {'[R, C]' if dims == 2 else '[C]'}, got {got}")
     cols = weight.shape[1]
     if scaler_row.shape != (cols,):
         raise UserError(f"scaler_row must be [C]=[{cols}], got {list(scaler_row.shape)}")
