@@ -308,3 +308,37 @@ def test_statistics_without_an_entry_of_the_module_are_refused_in_one_line(funct
     with pytest.raises(UserError, match=r"no entry \(Linear\(12, 4\), 'weight'\); was the module called") as error:
         function(nn.Linear(12, 4), "weight", statistics, 0.5)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("huge number")
+@pytest.mark.parametrize("amount", ["1e-6000000", "1E-1_000_000_0", "1e-9999", Fraction(1, 10**6000)], ids=list("abcd"))
+def test_an_amount_of_millions_of_digits_is_refused_at_once(amount):
+    model, statistics = measured()
+    with pytest.raises(UserError, match="amount must be the fraction removed") as error:
+        wanda_unstructured(model[0], "weight", statistics, amount)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.fault("huge number")
+@pytest.mark.parametrize("power", [1e300, -1e300, -400])
+def test_a_power_that_overflows_is_a_user_error_and_prunes_nothing(power):
+    model, statistics = measured()
+    with pytest.raises(UserError, match="power must be small enough"):
+        fwanda_unstructured(model[0], "weight", scaled(statistics, model[0]), 0.5, power=power)
+    assert "weight_orig" not in model[0]._parameters
+
+
+def scaled(statistics, module) -> fk.LayerStatistics:
+    """Statistics with an omega of 4 and one of 0.25 in the first rows, whose powers overflow on either side."""
+    layer = statistics[module, "weight"]
+    g2 = layer.g2.clone()
+    g2[:2] = torch.tensor([4.0, 0.25]) * layer.n_tokens
+    return fk.LayerStatistics(layer.x2, g2, layer.n_tokens)
+
+
+@pytest.mark.fault("odd module")
+def test_a_layer_without_a_weight_is_one_line():
+    model, statistics = measured()
+    model[0].weight = None
+    with pytest.raises(UserError, match=r"^Linear.weight must be a tensor, got NoneType$"):
+        wanda_unstructured(model[0], "weight", statistics, 0.5)

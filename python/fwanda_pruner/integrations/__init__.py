@@ -92,6 +92,8 @@ def check_linear(name: str, module: object, *, pruned: bool = False) -> None:
     if masked and not pruned:
         raise UserError(f"{name}.weight is under torch.nn.utils.prune; call prune.remove() first")
     weight = module.weight_orig if masked else module.weight
+    if not isinstance(weight, torch.Tensor):
+        raise UserError(f"{name}.weight must be a tensor, got {type(weight).__name__}")
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         kind = f"{type(weight).__name__} of {weight.dtype}"
         raise UserError(

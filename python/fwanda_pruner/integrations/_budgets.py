@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import isfinite
@@ -16,6 +17,7 @@ from ..errors import UserError, show
 from ..notes import warn
 from . import number_of
 
+_LONG_EXPONENT = re.compile(r"e[-+]?[\d_]{4}", re.IGNORECASE)  # of a decimal, with four digits or more
 _NO_GRADIENT = "has no output gradient: run backward() on the SUM of the losses while collecting"
 
 
@@ -26,7 +28,8 @@ def exact_fraction(name: str, value: float | str | Fraction) -> Fraction:
         UserError: value is not a decimal in [0, 1).
     """
     try:
-        fraction = Fraction(str(value))
+        text = str(value)  # a Fraction of 1e-6000000 has millions of digits
+        fraction = None if _LONG_EXPONENT.search(text) else Fraction(text)
     except (ValueError, ZeroDivisionError):
         fraction = None
     if fraction is None or not 0 <= fraction < 1:
@@ -115,11 +118,15 @@ def row_budgets(name: str, layer: fk.LayerStatistics, total: int, *, k_max: int,
     Source: the F-Wanda paper, equation 3.
 
     Raises:
-        UserError: power is no finite number, no backward pass ran, or the total is less than one weight a row.
+        UserError: power is no finite number or so large that omega^power overflows, no backward pass ran, or the total
+            is less than one weight a row.
     """
     power = number_of("power", power)
     check_gradient(name, layer)
     rows = len(layer.g2)
     if total < rows:
         raise UserError(f"{name} would keep {total} weights in {rows} rows, but each row keeps at least 1; remove less")
-    return fk.allocate_row_budgets(floored_omega(layer) ** power, total, k_max=k_max)
+    signal = floored_omega(layer) ** power
+    if not bool(signal.isfinite().all()):
+        raise UserError(f"power must be small enough for omega^power to be finite, got {power:g}; the usual one is 0.5")
+    return fk.allocate_row_budgets(signal, total, k_max=k_max)
