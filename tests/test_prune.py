@@ -1,6 +1,8 @@
 """prune(): every method and allocation removes exactly what was asked, and the report says what the files hold."""
 
 import json
+import threading
+import warnings
 from fractions import Fraction
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fwanda_kernels as fk
 import fwanda_pruner
 from fwanda_pruner import PruneConfig, UserError
+from fwanda_pruner.engine.device import device_rules
 from fwanda_pruner.formats.audit import audit
 from fwanda_pruner.methods_table import METHODS
 from fwanda_pruner.model.targets import find_targets
@@ -391,3 +394,46 @@ def test_an_operation_without_a_deterministic_form_is_one_line():
     with pytest.raises(UserError, match="^--deterministic: put_ does not have") as error:
         fwanda_pruner.prune(model, calibration=tiny.tokens(16, 24), deterministic=True, progress=False)
     assert "\n" not in str(error.value) and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.fault("threads")
+def test_deterministic_runs_in_several_threads_restore_what_was_there_before_the_first():
+    inside, ends, seen = threading.Barrier(3), [threading.Event() for _ in range(3)], []
+    config = PruneConfig(deterministic=True)
+
+    def run(number):
+        with device_rules(torch.nn.Linear(2, 2), config):
+            inside.wait()
+            ends[number].wait()
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread, end in zip(threads, ends, strict=True):  # the first ends first
+        end.set()
+        thread.join()
+    assert seen == [True] * 3 and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.fault("warnings")
+def test_warnings_made_errors_lose_no_record_once_weights_have_changed():
+    model = tiny.llama()
+    model.model.layers[0].mlp.up_proj.weight.data.zero_()  # more zeros than asked for: a warning at the end
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        report = fwanda_pruner.prune(model, method="magnitude", sparsity=0.1, progress=False)
+    assert any("zero" in line for line in report.warnings)
+
+
+@pytest.mark.fault("warnings")
+def test_a_warning_made_an_error_before_the_first_change_leaves_the_weights():
+    model = tiny.llama()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(UserWarning, match="--device cuda has no effect"):
+            fwanda_pruner.prune(model, method="magnitude", device="cuda", progress=False)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with pytest.warns(UserWarning, match="--device cuda has no effect"):
+        fwanda_pruner.prune(model, method="magnitude", device="cuda", progress=False)

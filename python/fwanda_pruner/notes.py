@@ -14,6 +14,7 @@ _PACKAGE = str(Path(__file__).parent)
 _notes: ContextVar[list[str] | None] = ContextVar("notes", default=None)
 _muted: ContextVar[bool] = ContextVar("muted", default=False)
 _shown: ContextVar[bool] = ContextVar("shown", default=True)
+_raising: ContextVar[bool] = ContextVar("raising", default=True)
 
 
 def warn(message: str) -> None:
@@ -28,8 +29,21 @@ def warn(message: str) -> None:
         if message in notes:
             return
         notes.append(message)
-    if _shown.get():
+    if not _shown.get():
+        return
+    try:
         warnings.warn(message, UserWarning, stacklevel=_levels_to_caller())
+    except UserWarning:  # the filters make it an error
+        if _raising.get():
+            raise
+
+
+def raise_no_more() -> None:
+    """Until the block of recording() ends, warn() in this thread raises nothing, also where filters make it an error.
+
+    A run calls this before it changes the first weight: from there on, an error would lose the record of the run.
+    """
+    _raising.set(False)
 
 
 def noted() -> list[str]:
@@ -40,11 +54,12 @@ def noted() -> list[str]:
 @contextmanager
 def recording(notes: list[str]) -> Iterator[None]:
     """Inside the block, warn() in this thread also adds its messages to `notes`."""
-    token = _notes.set(notes)
+    token, raising = _notes.set(notes), _raising.set(True)
     try:
         yield
     finally:
         _notes.reset(token)
+        _raising.reset(raising)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from ..model.arguments import expect_tokenizer, expect_type
 from ..model.place import warn_of_other_place
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, check_target_dtypes, find_targets, select_targets
-from ..notes import recording, showing, warn
+from ..notes import raise_no_more, recording, showing, warn
 from ..progress import planned
 from ..report.record import Report
 from ..setting_checks import expect_flags
@@ -82,7 +82,8 @@ def prune(
         UserError: an argument, a setting, the text or the model does not allow it; the message is one line.
 
     Warns:
-        UserWarning: what the record lists in `warnings`, each at the line that calls prune().
+        UserWarning: what the record lists in `warnings`, each at the line that calls prune(). Where the filters make
+            warnings errors, the first one ends the run; once weights change, the record alone has them.
     """
     report, _ = run_prune(
         model,
@@ -149,6 +150,8 @@ def run_prune(
     """
     _check_arguments(model, tokenizer, progress)
     expect_type("statistics", statistics, Statistics, "measure them by collect(), or read a file by Statistics.load()")
+    if statistics is not None:
+        statistics.expect_valid()
     expect_type("state", state, RunState, "make one by RunState(folder)")
     state = state or RunState()
     ranks = Ranks.current()
@@ -218,6 +221,7 @@ def _prune(
     before = stages.losses_before(stage, engine, settled, texts, statistics)
     token_sq_grads, gradient_passes = stages.token_sq_grads(stage, engine, config, texts)
     inputs = Inputs(texts.calibration, statistics, budgets, scales, token_sq_grads, refit)
+    raise_no_more()
     rows, row_histogram, refitted = stages.pruned_blocks(stage, engine, settled, inputs)
     domains = stages.domains(stage, engine, config, texts, before)
     floored = _floored_rows(settled, scales, statistics, engine.targets)
