@@ -27,6 +27,8 @@ def register(library: torch.library.Library, overload: torch._ops.OpOverload) ->
     if _changed_arguments(schema):
         library.impl(name, _changing(overload), "ADInplaceOrView", with_keyset=True)
         library.impl(name, _resolving(overload), "Negative")
+    if _changed_arguments(schema) or any(str(result.type) != "Tensor" for result in schema.returns):
+        library.impl(name, _unbatched(name), "FuncTorchBatched")
     if schema.returns:
         library.impl(name, _without_derivative(name, overload), "Autograd")
 
@@ -107,12 +109,23 @@ def _without_derivative(name: str, overload: torch._ops.OpOverload) -> Callable:
     def kernel(*args):
         given = [tensor for argument in args for tensor in tensors_of(argument)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(f"{name} has no derivative for transforms of torch.func; pass detached tensors")
             return _NoDerivative.apply(name, overload, *args)
         with torch._C._AutoDispatchBelowAutograd():
             result = overload(*args)
         if any(tensor.is_floating_point() for tensor in tensors_of(result)):  # a mask has no derivative to lose
             _refuse_tangent(name, given)
         return result
+
+    return kernel
+
+
+def _unbatched(name: str) -> Callable:
+    """The kernel under torch.func.vmap of an op that torch's own fallback, a loop over the batch, does not serve."""
+
+    def kernel(*_):
+        raise RuntimeError(f"{name} does not work under torch.func.vmap; call it for each entry of the batch")
 
     return kernel
 

@@ -44,8 +44,11 @@ def checking_memory(schema: torch.FunctionSchema) -> Callable[[tuple], tuple]:
     read = [i for i, _, use in arguments if use is Use.READ]
 
     def check(args: tuple) -> tuple:
-        if _surely_apart(args, apart, read):
-            return args
+        try:
+            if _surely_apart(args, apart, read):
+                return args
+        except NotImplementedError as error:  # tensors that transforms wrap have no memory of their own
+            raise RuntimeError(f"{op} does not work under transforms of torch.func; call it outside them") from error
         _expect_apart(op, [(name, tensors_of(args[i]), use) for i, name, use in arguments])
         return tuple(resolved(arg) for arg in args)
 

@@ -409,6 +409,10 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "versions are bumped; leaves that require grad, their views and inference tensors are refused, as in torch; "
         "on every backend, compiled and with fake tensors",
     ),
+    "transforms": (
+        "An op runs under a transform of torch.func: grad, jacrev, vmap",
+        "served, or refused in one line that names the op",
+    ),
     "counts": (
         "A count is no integer: 9.999999 keeps 9",
         "integers of Python and numpy are read; all else is an error of one line with the op and the argument",

@@ -218,3 +218,46 @@ def test_a_mask_is_a_constant_for_every_derivative():
     leaf = weight.clone().requires_grad_()
     kept(leaf).backward()
     assert torch.equal(leaf.grad, mask)
+
+
+def moved(args: list, x: torch.Tensor) -> list:
+    """The arguments with x added to the first floating tensor."""
+    for i, value in enumerate(args):
+        first = value[0] if isinstance(value, list) and value else value
+        if isinstance(first, torch.Tensor) and first.is_floating_point():
+            new = first + x
+            return [*args[:i], [new, *value[1:]] if isinstance(value, list) else new, *args[i + 1 :]]
+    return args
+
+
+@pytest.mark.fault("transforms")
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vmap])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_transforms_of_torch_func_serve_an_op_or_are_refused_in_one_line(name, transform):
+    args, x = samples(name), torch.zeros(2) if transform is torch.func.vmap else torch.tensor(0.0)
+
+    def call(x):
+        op(name)(*moved(args, x))
+        return x + 1
+
+    try:
+        assert transform(call)(x).shape == x.shape
+    except RuntimeError as error:
+        text = str(error)
+        starts = (f"{name} has no derivative", f"{name} does not work under", f"{name}: ")
+        assert text.startswith(starts) and "\n" not in text
+
+
+@pytest.mark.fault("transforms")
+def test_measuring_a_module_under_a_transform_is_one_line():
+    layer, x = torch.nn.Linear(4, 3), torch.ones(5, 2, 4)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x,)).sum()
+
+    for call in (lambda: torch.func.grad(loss)(parameters, x), lambda: torch.func.vmap(layer)(x)):
+        with pytest.raises(RuntimeError, match="^(foreach_)?accumulate_sq_sums_ does not work under") as error:
+            with fk.collect_statistics({"fc": layer}):
+                call()
+        assert "\n" not in str(error.value)
