@@ -250,12 +250,14 @@ def bad_message(op: str, code: int) -> str:
 
     Args:
         op: how the line begins: the op, or the name of the matrix.
-        code: nonzero, as the op ORed it into `bad`.
+        code: in [1, 7], as the op ORed it into `bad`.
 
     Raises:
-        ValueError: the code is no integer.
+        ValueError: the code is no such integer.
     """
     code = as_count("bad_message", "code", code)
+    if not 1 <= code <= sum(_BAD_TEXT):
+        raise ValueError(f"bad_message: code must be in [1, {sum(_BAD_TEXT)}], got {code}")
     return f"{op}: " + ", ".join(text for bit, text in _BAD_TEXT.items() if code & bit)
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ._checks import WEIGHT_DTYPES
+from ._checks import WEIGHT_DTYPES, as_count, quoted
 from ._dispatch import OPS
 
 
@@ -23,7 +23,12 @@ def make_weight(
 
     Args:
         kind: one of KINDS; all but "normal" are hard for a selection (ties, zeros, denormals, extremes, order).
+
+    Raises:
+        ValueError: the kind is unknown.
     """
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"make_weight: kind must be one of {', '.join(KINDS)}, got {quoted(kind)}")
     generator = torch.Generator("cpu").manual_seed(seed)
     weight = KINDS[kind](torch.randn(rows, cols, generator=generator, dtype=torch.float32, device="cpu"))
     return weight.to(dtype).to(device)
@@ -146,7 +151,12 @@ def bench(
         rounds: timed passes over all calls, after one that warms up.
         reset: runs before each pass, outside the timing, so that an in-place op finds fresh data.
         energy_seconds: on a GPU, also repeat the calls (without reset) for this long and read the energy counter.
+
+    Raises:
+        ValueError: there is no call, or no round.
     """
+    if not len(calls) or as_count("bench", "rounds", rounds) < 1:
+        raise ValueError(f"bench: calls and rounds must be at least one each, got {len(calls)} calls, {rounds} rounds")
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     times, of_host = [], []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fwanda_kernels as fk
+from fwanda_kernels import testing
 from fwanda_kernels.testing import WEIGHT_DTYPES, make_scale, make_weight, sample_arguments
 
 dtypes = pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -248,6 +249,21 @@ def test_bad_collects_the_code_instead_of_raising(op, change, code, message):
 def test_bad_message_names_every_fault_of_a_code():
     assert fk.bad_message("fc", 1) == "fc: weight has NaN or inf values"
     assert fk.bad_message("fc", 6) == "fc: scale must be finite and >= 0, keep must be in [0, C]"
+
+
+@pytest.mark.parametrize("code", [0, 8, 9, -1, 2**40])
+def test_bad_message_refuses_what_is_no_code(code):
+    with pytest.raises(ValueError, match=rf"^bad_message: code must be in \[1, 7\], got {code}$"):
+        fk.bad_message("fc", code)
+
+
+def test_helpers_of_tests_refuse_an_unknown_kind_and_nothing_to_time():
+    for kind in ("x", None, ["normal"]):
+        with pytest.raises(ValueError, match="^make_weight: kind must be one of normal, "):
+            testing.make_weight(2, 2, kind=kind)
+    for calls, rounds in (([], 2), ([lambda: None], 0)):
+        with pytest.raises(ValueError, match="^bench: calls and rounds must be at least one each"):
+            testing.bench(calls, rounds=rounds)
 
 
 @pytest.mark.usefixtures("backend")
