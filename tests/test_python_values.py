@@ -1,6 +1,8 @@
 """Settings and texts as Python code gives them: paths, exact fractions, numbers of numpy, token ids."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -10,9 +12,10 @@ import pytest
 import tiny
 import torch
 import yaml
+from safetensors.torch import save_file
 
 import fwanda_pruner
-from fwanda_pruner import PruneConfig, Statistics, UserError
+from fwanda_pruner import PruneConfig, Statistics, UserError, load_model
 from fwanda_pruner.cli import main
 
 LENGTH = 24
@@ -188,8 +191,8 @@ def test_token_ids_are_compared_with_the_statistics_where_no_text_runs(same):
 def test_a_statistics_file_that_does_not_say_its_text_is_refused(text, tmp_path):
     ids = tiny.tokens(16, LENGTH)
     statistics = fwanda_pruner.collect(tiny.llama(), config=PruneConfig(), calibration=ids, progress=False)
-    statistics.text = text
-    statistics.save(tmp_path / "a.safetensors")
+    tensors, values = replace(statistics, text=text).to_parts()
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"fwanda": json.dumps(values)})
     with pytest.raises(UserError, match="not a statistics file"):
         Statistics.load(tmp_path / "a.safetensors")
 
@@ -218,3 +221,123 @@ def test_a_name_of_no_text_is_refused_before_the_model_is_read(flags, message, t
     assert main(["prune", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *flags]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and message in error[0]
+
+
+# Statistics and paths
+
+
+def statistics() -> Statistics:
+    return fwanda_pruner.collect(tiny.llama(blocks=1), calibration=tiny.tokens(16, LENGTH), progress=False)
+
+
+NO_SUMS = {
+    "None": None,
+    "list": [1.0] * 8,
+    "meta": torch.ones(8, device="meta"),
+    "sparse": torch.ones(8).to_sparse(),
+    "nested": torch.nested.nested_tensor([torch.ones(8)]),
+}
+
+
+@pytest.mark.fault("statistics file")
+@pytest.mark.parametrize("table", ["x2", "g2"])
+@pytest.mark.parametrize("value", NO_SUMS)
+def test_sums_that_python_replaced_by_no_tensor_are_one_line_everywhere(value, table, tmp_path):
+    changed = statistics()
+    getattr(changed, table)[next(iter(changed.x2))] = NO_SUMS[value]
+    for call in (
+        lambda: changed.save(tmp_path / "a.safetensors"),
+        lambda: changed.to("cpu"),
+        changed.fingerprint,
+        lambda: prune(tiny.llama(blocks=1), statistics=changed),
+    ):
+        with pytest.raises(UserError, match=rf"^{table}\[.*\] of the statistics must be a dense tensor, got") as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("statistics file")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": 5.0},
+        {"text": {"seed": 0}},
+        {"text": None},
+        {"fisher_tokens": "x"},
+        {"n_tokens": None},
+        {"bos": "yes"},
+        {"passes": 3},
+        {"fisher": 1},
+    ],
+    ids=str,
+)
+def test_values_of_statistics_that_no_run_has_written_are_one_line(change, tmp_path):
+    changed = replace(statistics(), **change)
+    for call in (
+        lambda: changed.save(tmp_path / "a.safetensors"),
+        lambda: prune(tiny.llama(blocks=1), statistics=changed),
+    ):
+        with pytest.raises(UserError, match="^the statistics are not as collect.. measures them: ") as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("statistics file")
+def test_tables_and_empty_statistics_are_one_line(tmp_path):
+    with pytest.raises(UserError, match="^x2 of the statistics must be a dict of tensors, got None"):
+        Statistics(x2=None).fingerprint()
+    assert len(Statistics().fingerprint()) == 64
+    with pytest.raises(UserError, match="^the statistics are not as collect"):
+        Statistics().save(tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("statistics file")
+def test_sums_that_share_memory_or_have_strides_are_saved(tmp_path):
+    shared, (first, second, *_) = statistics(), statistics().x2
+    shared.x2[second] = shared.x2[first] = torch.arange(16.0)[::2]
+    shared.save(tmp_path / "a.safetensors")
+    loaded = Statistics.load(tmp_path / "a.safetensors")
+    assert loaded.x2[first].tolist() == loaded.x2[second].tolist() == list(range(0, 16, 2))
+
+
+@pytest.mark.fault("statistics file")
+def test_a_folder_as_the_file_of_statistics_is_one_line(tmp_path):
+    for path in ("/", tmp_path, f"{tmp_path}/"):
+        with pytest.raises(UserError, match="is a folder; give the name of a file in it$"):
+            statistics().save(path)
+
+
+@pytest.mark.fault("name of a text")
+@pytest.mark.parametrize("load", [PruneConfig.load, Statistics.load])
+@pytest.mark.parametrize("path", ["a\nb", "a" * 5000, "b/" * 2500, "c\0d"], ids=["line", "long", "deep", "null"])
+def test_odd_paths_are_named_shortly_on_one_line(load, path):
+    with pytest.raises(UserError) as error:
+        load(path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+@pytest.mark.fault("huge number")
+@pytest.mark.parametrize("device", [10**30, -(10**30), 10**5000, 2**63], ids=["30", "-30", "5000", "63"])
+def test_a_device_of_a_huge_number_is_one_line(device):
+    with pytest.raises(UserError, match="^device must be auto, cpu, cuda or cuda:N, got"):
+        statistics().to(device)
+
+
+@pytest.mark.fault("odd config")
+def test_a_matrix_without_a_weight_is_one_line():
+    model = tiny.llama()
+    model.model.layers[0].mlp.up_proj.weight = None
+    with pytest.raises(UserError, match="up_proj") as error:
+        prune(model, calibration=tiny.tokens(16, LENGTH))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("threads")
+def test_threads_that_load_models_at_once_all_get_theirs(tmp_path):
+    tiny.llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        models = [load.result().model for load in [pool.submit(load_model, tmp_path, device="cpu") for _ in range(4)]]
+    assert all(torch.equal(model.lm_head.weight, models[0].model.embed_tokens.weight) for model in models)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
-from .errors import UserError, did_you_mean, one_line, refuse_pipe, show
+from .errors import UserError, did_you_mean, one_line, refuse_pipe, show, shown_path
 from .methods_table import ALLOCATIONS, METHODS, Allocation, Method
 from .setting_checks import NUMBER_TEXTS, check_sparsity, check_value, expect_path, flag, number_text, plain
 from .source_shares import OWN_TEXT, SourceShare, check_names, counts_of, named_as, parse_sources
@@ -468,13 +468,13 @@ class PruneConfig:
             values = read_yaml(path)
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or one_line(error)
-            raise UserError(f"cannot read the settings in {path}: {reason}") from error
+            raise UserError(f"cannot read the settings in {shown_path(path)}: {reason}") from error
         if not isinstance(values, dict):
-            raise UserError(f"{path} must hold a mapping of settings, got {type(values).__name__}")
+            raise UserError(f"{shown_path(path)} must hold a mapping of settings, got {type(values).__name__}")
         try:
             return cls.from_dict(values)
         except UserError as error:
-            raise UserError(f"{path}: {error}") from error
+            raise UserError(f"{shown_path(path)}: {error}") from error
 
 
 def settings_of(*groups: str) -> tuple[str, ...]:

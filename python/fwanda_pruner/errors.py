@@ -51,7 +51,7 @@ def refuse_pipe(path: str | os.PathLike, what: str = "its content") -> None:
         UserError: it is neither a file nor a folder.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise UserError(f"{path}: is a pipe or a device; write {what} to a file first")
+        raise UserError(f"{shown_path(path)}: is a pipe or a device; write {what} to a file first")
 
 
 class _Short(reprlib.Repr):
@@ -73,6 +73,11 @@ def shortened(text: str, limit: int = 80) -> str:
     """Any text on one line of at most `limit` characters, with control characters escaped."""
     text = ascii(text)[1:-1] if not text.isprintable() else text
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def shown_path(path: str | os.PathLike) -> str:
+    """A path as it is in a message: on one line, and cut if it is very long."""
+    return shortened(str(path), 200)
 
 
 def visible(text: str) -> str:

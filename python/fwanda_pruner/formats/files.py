@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..errors import UserError, has_control, one_line, show
+from ..errors import UserError, has_control, one_line, show, shown_path
 from ..model.cache import home_folder, size_text
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
@@ -28,9 +28,11 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         path: the final file. An existing file is replaced. The folder must exist.
 
     Raises:
-        UserError: the disk is full, or the folder is not writable.
+        UserError: the path is a folder, the disk is full, or the folder is not writable.
     """
     path = resolved_output(path)
+    if path.is_dir():
+        raise UserError(f"output {shown_path(path)} is a folder; give the name of a file in it")
     temporary = _hidden_name(path, "tmp")
     try:
         with user_errors(path):

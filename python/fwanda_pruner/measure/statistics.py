@@ -17,7 +17,7 @@ from ..config import PruneConfig, settings_of
 from ..engine.all_weights import fingerprint
 from ..engine.engine import Engine
 from ..engine.resume import Unfinished
-from ..errors import UserError, did_you_mean, one_line, refuse_pipe, show
+from ..errors import UserError, did_you_mean, one_line, refuse_pipe, show, shown_path
 from ..formats.files import atomic_file
 from ..model.place import named_device
 from ..model.targets import Target
@@ -105,12 +105,15 @@ class Statistics:
         """Writes a .safetensors file, whole or not at all.
 
         Raises:
-            UserError: the file cannot be written.
+            UserError: the file cannot be written, or load() would refuse it.
         """
         from safetensors.torch import save_file
 
         expect_path("path", path)
+        self.expect_valid(to_save=True)
         tensors, values = self.to_parts()
+        # safetensors takes no two tensors of one memory
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
         with atomic_file(Path(path)) as temporary:
             save_file(tensors, temporary, metadata={"fwanda": json.dumps(values)})
 
@@ -145,15 +148,46 @@ class Statistics:
             statistics._check_values()
             return statistics
         except FileNotFoundError as error:
-            raise UserError(f"statistics {path}: no such file; `fwanda calibrate` writes one") from error
+            raise UserError(f"statistics {shown_path(path)}: no such file; `fwanda calibrate` writes one") from error
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
             kind = "no safetensors file, " if isinstance(error, SafetensorError) else ""
             raise UserError(
-                f"{path} is not a statistics file of `fwanda calibrate`: {kind}{one_line(error)}"
+                f"{shown_path(path)} is not a statistics file of `fwanda calibrate`: {kind}{one_line(error)}"
             ) from error
 
-    def _check_values(self) -> None:
+    def expect_valid(self, *, to_save: bool = False) -> None:
+        """Refuses values that no run can read, as Python code may leave them.
+
+        Args:
+            to_save: also refuse statistics without the settings of their text, as load() does.
+
+        Raises:
+            UserError: naming what is wrong.
+        """
+        self._check_tensors()
+        try:
+            self._check_values(text_needed=to_save)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"the statistics are not as collect() measures them: {one_line(error)}") from error
+
+    def _check_tensors(self) -> None:
+        """Refuses what cannot be read as the numbers of a tensor.
+
+        Raises:
+            UserError: naming the entry.
+        """
+        for kind, table in (("x2", self.x2), ("g2", self.g2)):
+            if not isinstance(table, Mapping):
+                raise UserError(f"{kind} of the statistics must be a dict of tensors, got {show(table)}")
+            for name, tensor in table.items():
+                if (got := _fault_of(tensor)) is not None:
+                    raise UserError(f"{kind}[{show(name)}] of the statistics must be a dense tensor, got {got}")
+
+    def _check_values(self, *, text_needed: bool = True) -> None:
         """Refuses values that no run has written.
+
+        Args:
+            text_needed: refuse an empty `text`, too.
 
         Raises:
             ValueError: a value has the wrong type.
@@ -169,15 +203,23 @@ class Statistics:
         )
         known = set(settings_of("text"))
         text = isinstance(self.text, dict) and known - {"start_token"} <= set(self.text) <= known
+        text |= self.text == {} and not text_needed
         passes = self.passes is None or (isinstance(self.passes, dict) and "checkpointing" in self.passes)
         if not (counted and named and text and passes and isinstance(self.bos, (bool, type(None)))):
             raise ValueError("its values have the wrong types")
         PruneConfig(**self.text, fisher=self.fisher, fisher_samples=self.fisher_samples or "all")
 
     def fingerprint(self) -> str:
-        """sha256 of the sums."""
+        """sha256 of the sums.
+
+        Raises:
+            UserError: one is no dense tensor.
+        """
+        self._check_tensors()
         tensors, _ = self.to_parts()
-        flat = torch.cat([tensors[name].float().flatten() for name in sorted(tensors)])
+        flat = torch.cat(
+            [torch.empty(0, dtype=torch.float32), *(tensors[name].float().flatten() for name in sorted(tensors))]
+        )
         return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
     def check(self, targets: Sequence[Target], *, fisher: bool, weights: str | None = None) -> None:
@@ -200,8 +242,9 @@ class Statistics:
             for kind, table, size in (("x2", self.x2, cols), ("g2", self.g2, rows))[: 1 + fisher]:
                 tensor = table.get(target.name)
                 counted = isinstance(self.n_tokens.get(target.name), int)
-                if tensor is None or not counted or tensor.shape != (size,) or tensor.dtype != torch.float32:
-                    got = "none" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+                fault = _fault_of(tensor)
+                if fault is not None or not counted or tensor.shape != (size,) or tensor.dtype != torch.float32:
+                    got = f"{list(tensor.shape)} {tensor.dtype}" if fault is None else fault
                     raise UserError(
                         f"the statistics must hold {target.name}.{kind} [{size}], got {got}; they are of another model"
                     )
@@ -215,11 +258,25 @@ class Statistics:
         """The same statistics on a device.
 
         Raises:
-            UserError: `device` is no CPU or GPU.
+            UserError: `device` is no CPU or GPU, or an entry is no dense tensor.
         """
         device = named_device(device)
+        self._check_tensors()
         moved = {k: {name: t.to(device) for name, t in getattr(self, k).items()} for k in ("x2", "g2")}
         return replace(self, **moved)
+
+
+def _fault_of(tensor) -> str | None:
+    """Why a value cannot be read as the numbers of a tensor, in words for a message; None if it can."""
+    if tensor is None:
+        return "none"
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    if tensor.is_meta:
+        return "a tensor on the meta device"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+    return None
 
 
 def unseen_layer(target: Target, device: torch.device) -> fk.LayerStatistics:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from .place import named_device, place
 from .read_shares import can_read_shares, read_shares
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_one_thread = threading.RLock()  # for quiet()
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*")
 
 
@@ -165,18 +167,23 @@ def _unpacked(model, dtype: str | None):
 
 @contextlib.contextmanager
 def quiet(*, bars: bool = False):
-    """Silence the log of transformers and, unless `bars`, its progress bars; restore both afterwards."""
+    """Silence the log of transformers and, unless `bars`, its progress bars; restore both afterwards.
+
+    One thread at a time is inside: these settings, and others that transformers changes while it loads a model, are
+    those of the whole process.
+    """
     log = transformers.utils.logging
-    verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity(log.CRITICAL)
-    if not bars:
-        log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if had_bars:
-            log.enable_progress_bar()
+    with _one_thread:
+        verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+        log.set_verbosity(log.CRITICAL)
+        if not bars:
+            log.disable_progress_bar()
+        try:
+            yield
+        finally:
+            log.set_verbosity(verbosity)
+            if had_bars:
+                log.enable_progress_bar()
 
 
 def find_device(device: str) -> torch.device:

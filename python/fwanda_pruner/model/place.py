@@ -68,7 +68,7 @@ def named_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):  # the last two: a number that is too large
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise UserError(f"device must be auto, cpu, cuda or cuda:N, got {show(name)}")
