@@ -184,8 +184,14 @@ def test_pruning_writes_packed_and_the_command_line_converts_both_ways(tmp_path,
         (("unpack", "dense", "--output", "x"), "dense is not packed"),
         (("pack", "model", "--output", "x"), "the model is dense"),
         (("pack", "dense", "--output", "dense"), "choose another folder"),
-        (("pack", "nosuch", "--force", "--output", "x"), "model 'nosuch': no such folder; give the folder that a run of fwanda prune wrote"),
-        (("unpack", "nosuch", "--output", "x"), "model 'nosuch': no such folder; give the folder that a run of fwanda prune wrote"),
+        (
+            ("pack", "nosuch", "--force", "--output", "x"),
+            "model 'nosuch': no such folder; give the folder that a run of fwanda prune wrote",
+        ),
+        (
+            ("unpack", "nosuch", "--output", "x"),
+            "model 'nosuch': no such folder; give the folder that a run of fwanda prune wrote",
+        ),
         (
             ("pack", "model/config.json", "--output", "x"),
             "'model/config.json' is a file; expected the folder of a model",
