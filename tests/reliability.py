@@ -110,6 +110,14 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "config.json or tokenizer_config.json holds a value of another type, or an attention that the device lacks",
         "one line that names the value, before text is read",
     ),
+    "broken generation config": (
+        "generation_config.json is cut, empty, binary, a dangling link or a folder, or a config.json is nested deeply",
+        "one line that names the file; a model without generation_config.json is accepted",
+    ),
+    "tokenizer without unknown token": (
+        "A tokenizer meets a word and has no token for unknown ones",
+        "one line that says to take the tokenizer of the original model",
+    ),
     "quantised": (
         "12 Quantised layers are pruned into nonsense",
         "they are refused by name before weights are read",

@@ -34,7 +34,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown:  # here the parser of the command speaks, not the one of all commands
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         for action in self._actions:
-            if action.option_strings and getattr(namespace, action.dest, None) == "":  # an unset variable of a shell?
+            value = getattr(namespace, action.dest, None)
+            # an unset variable of a shell, or `--flag=--`, of which argparse makes []
+            empty = value == "" or value == [] or (isinstance(value, list) and [] in value)
+            if action.option_strings and empty:
                 self.error(f"argument {action.option_strings[0]}: expected a value, got an empty one")
         return namespace, unknown
 

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     With FWANDA_TRACEBACK=1, an error that fwanda does not expect shows its traceback.
     """
     _take_any_text()
+    _raise_no_warnings()
     warnings.showwarning = lambda message, *_args, **_kwargs: _warn(" ".join(str(message).split()))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # hides its retries; a failure is one line of ours
     # transformers imports torchao, which fwanda does not use; what torchao misses of another torch is no news here
@@ -172,6 +173,12 @@ def _take_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _raise_no_warnings() -> None:
+    """Lets warnings be shown where PYTHONWARNINGS or -W asks for errors; other filters stay."""
+    warnings.filters[:] = [given for given in warnings.filters if given[0] != "error"]
+    warnings.filterwarnings("default", category=UserWarning, append=True)  # also makes the change take effect
 
 
 def _check_folder() -> None:

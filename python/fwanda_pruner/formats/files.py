@@ -110,7 +110,8 @@ def check_output(
         output: the folder to be made. Its parents may be missing.
         overwrite: accept a folder that is not empty, unless it is or contains the current or the home folder.
         needed_bytes: free space that the disk must have.
-        inputs: paths or names of what the run reads. An output that is or contains one of them is refused.
+        inputs: paths or names of what the run reads. An output that is or contains one of them, or a file to which a
+            link in one of them points, is refused.
 
     Raises:
         UserError: `output` is a file, a mount point, not empty, in a folder that is not writable, or the disk is too
@@ -126,6 +127,8 @@ def _check_output(output: Path, overwrite: bool, needed_bytes: int, inputs: Iter
         path = Path(name).resolve() if name and os.path.exists(name) else None
         if path is not None and (path == output or output in path.parents):
             raise UserError(f"output {output} is or contains {name}, which this run reads; choose another folder")
+        if path is not None and output.is_dir() and (link := _link_into(path, output)):
+            raise UserError(f"output {output} holds what {link} links to, which this run reads; choose another folder")
     if not output.name or os.path.ismount(output):
         raise UserError(f"output {output} is a mount point and cannot be replaced; choose a folder inside it")
     parent = next(folder for folder in output.parents if os.path.lexists(folder))
@@ -148,6 +151,19 @@ def _check_output(output: Path, overwrite: bool, needed_bytes: int, inputs: Iter
         raise UserError(
             f"output {output} needs {size_text(needed_bytes)}, the disk has {size_text(free)} free; make room"
         )
+
+
+def _link_into(folder: Path, output: Path) -> Path | None:
+    """The first link in a folder, or in one below it but not in `output`, that points to `output` or into it."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if Path(place, name) != output]
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                with contextlib.suppress(OSError, RuntimeError):  # a loop of links
+                    target = path.resolve()
+                    if target == output or output in target.parents:
+                        return path
+    return None
 
 
 def _protected_folders() -> list[Path]:

@@ -2,18 +2,20 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ..errors import UserError, is_lost_connection, shortened, show
+from ..errors import UserError, is_lost_connection, one_line, refuse_pipe, shortened, show
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _QUANTIZED_TYPES = ("F8_", "F6_", "F4", "I", "U")  # first characters of the dtypes in a safetensors header
 _FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of weights in a safetensors header
+_FLAGS = ("output_hidden_states", "output_attentions", "return_dict", "use_cache")  # of a config
 _LONGEST_HEAD, _LONGEST_TAIL = 500, 200  # characters of a foreign error that are kept
 
 
@@ -104,17 +106,47 @@ def check_packed_types(files: Iterable[Path], names: Iterable[str], name: str) -
 
 
 def check_generation_config(folder: Path, name: str) -> None:
-    """Refuse a generation_config.json that is JSON but no object; transformers names neither the file nor the fault."""
-    try:
-        text = (folder / "generation_config.json").read_text(encoding="utf-8")
-        settings = json.loads(text)
-    except (OSError, ValueError, RecursionError):  # there is none, or transformers refuses it
+    """Refuse a generation_config.json that is there but cannot be used: transformers would take its defaults."""
+    path = folder / "generation_config.json"
+    if not os.path.lexists(path):
         return
+    try:
+        text = path.read_text(encoding="utf-8")
+        settings = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error, 100)
+        raise UserError(
+            f"model {name!r}: generation_config.json cannot be read ({reason}); take that of the original model, or "
+            f"remove the file"
+        ) from None
     if not isinstance(settings, dict):
         raise UserError(
             f"model {name!r}: generation_config.json must be a JSON object, got {shortened(text.strip())}; take that "
             f"of the original model, or remove the file"
         )
+
+
+def check_flags(config, name: str) -> None:
+    """Refuse a setting that must be true or false and is neither: the model would fail in its first pass."""
+    for part in (config, getattr(config, "text_config", None)):
+        for key in _FLAGS:
+            value = getattr(part, key, None)
+            if value not in (None, True, False):
+                raise UserError(
+                    f"model {name!r}: {key} in config.json must be true or false, got {show(value)}; take the "
+                    f"config.json of the original model"
+                )
+
+
+def refuse_pipes(folder: str | Path) -> None:
+    """Refuse a folder of a model that holds a pipe or a device, which reading may never end.
+
+    Raises:
+        UserError: naming it.
+    """
+    with contextlib.suppress(OSError):  # a folder that cannot be listed is refused elsewhere
+        for path in Path(folder).iterdir():
+            refuse_pipe(path)
 
 
 def auto_class(config, name: str, trust_remote_code: bool = False) -> type:

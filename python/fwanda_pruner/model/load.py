@@ -21,12 +21,14 @@ from ..setting_checks import expect_flags
 from .busy import warn_if_busy
 from .checks import (
     auto_class,
+    check_flags,
     check_generation_config,
     check_loaded,
     check_packed_types,
     check_quantization,
     check_stored_types,
     loading_errors,
+    refuse_pipes,
     weight_files,
 )
 from .file_stamps import FileStamps
@@ -147,8 +149,13 @@ def load_packed(
 
 
 def is_packed(folder: str | Path) -> bool:
-    """Whether the config.json of a folder says that it is packed."""
-    with contextlib.suppress(OSError, ValueError):
+    """Whether the config.json of a folder says that it is packed; False if there is none, or it is broken.
+
+    Raises:
+        UserError: the folder holds a pipe or a device.
+    """
+    refuse_pipes(folder)
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         return _is_packed(json.loads(Path(folder, "config.json").read_text(encoding="utf-8")))
     return False
 
@@ -267,6 +274,7 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     options["trust_remote_code"] = trust_remote_code
     with loading_errors(f"model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(name, **options)
+    check_flags(config, name)
     packed = _is_packed(config.to_dict())
     if not packed:
         check_quantization(config, f"model {name!r}")
@@ -326,6 +334,7 @@ def _folder(name: str) -> Path | None:
     if name and path.is_file():
         raise UserError(f"model {name!r} is a file; expected a folder, a *.gguf file or a Hugging Face id")
     if name and path.is_dir():
+        refuse_pipes(path)
         if not (path / "config.json").is_file():
             raise UserError(f"model {name!r}: the folder has no config.json, so it is not a Hugging Face model")
         return path

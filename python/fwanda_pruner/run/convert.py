@@ -17,6 +17,7 @@ from ..formats import dense
 from ..formats.audit import WrongZeros, stored_tensors
 from ..formats.files import atomic_folder, check_output
 from ..formats.source import carry_files
+from ..model.checks import refuse_pipes
 from ..model.load import is_packed, load_model, load_packed
 from ..model.pack import pack_lazily_, unpack_lazily_
 from ..progress import begin_stage, planned
@@ -58,6 +59,7 @@ def unpack_folder(source: str | Path, output: str | Path, *, overwrite: bool = F
 
 
 def _check_folder(source: str | Path) -> None:
+    refuse_pipes(source)
     if not Path(source, "config.json").is_file():
         if Path(source).is_file():
             raise UserError(f"model {str(source)!r} is a file; expected the folder of a model")

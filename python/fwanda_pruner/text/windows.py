@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from ..notes import warn
+from ..errors import UserError, one_line
+from ..notes import muted, warn
 from ..source_shares import OWN_TEXT
 from .sources import NAMED, load_documents
 
@@ -89,6 +89,22 @@ def draw_windows(
         drawn = _draw_from_stream(source, stream, count, length, seed)
     drawn = _with_prefix(prefix, drawn)
     return drawn[:nsamples], drawn[nsamples:]
+
+
+def check_window(source: str, tokenizer: Any, seqlen: int) -> None:
+    """Refuses a calibration text that is shorter than one window. It reads only as much text as a window needs.
+
+    Args:
+        source, tokenizer, seqlen: as for `draw_windows`.
+
+    Raises:
+        UserError: as for `draw_windows`.
+    """
+    if not _window_per_document(source):
+        with muted():  # the run repeats the warnings
+            documents = load_documents(source, purpose="calibration", tokenizer=tokenizer)
+            stream = _token_stream(documents, tokenizer, enough=seqlen)
+        _require_one_window(source, stream, seqlen - 1)  # BOS may be the other token
 
 
 def guard_tokens(source: str, tokenizer: Any, *, windows: int, seqlen: int, bos: bool) -> Tensor:
@@ -218,7 +234,14 @@ def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    try:
+        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    except (MemoryError, UserError):
+        raise
+    except Exception as error:  # tokenizers raises no other class, e.g. for a vocabulary without its unknown token
+        raise UserError(
+            f"the tokenizer cannot read the text ({one_line(error)}); take the tokenizer files of the original model"
+        ) from error
 
 
 def _token_stream(

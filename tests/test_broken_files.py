@@ -1,0 +1,155 @@
+"""What a command says of files beside the weights of a model, or of a flag, that are broken: one line, and no file."""
+
+import json
+import os
+import shutil
+
+import pytest
+from helpers_cli import arguments, fwanda, make_folder
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fwanda_pruner.cli import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path)
+
+
+def refused(argv, capsys) -> str:
+    """The one line with which a command is refused."""
+    assert main([str(word) for word in argv]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if "fwanda: error" in line]
+    assert len(lines) == 1 and not captured.out
+    return lines[0]
+
+
+def cut(path):
+    path.write_text('{"a": ')
+
+
+def empty(path):
+    path.write_text("")
+
+
+def binary(path):
+    path.write_bytes(b"\xff\xfe\x00\x81")
+
+
+def utf16(path):
+    path.write_text("{}", encoding="utf-16")
+
+
+def deep(path):
+    path.write_text("[" * 100_000)
+
+
+def dangling(path):
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def a_folder(path):
+    path.mkdir()
+
+
+@pytest.mark.fault("broken generation config")
+@pytest.mark.parametrize("make", [cut, empty, binary, utf16, deep, dangling, a_folder])
+def test_a_generation_config_that_cannot_be_read_is_refused(make, folder, tmp_path, capsys):
+    file = folder / "model" / "generation_config.json"
+    file.unlink()
+    make(file)
+    line = refused(arguments(folder, tmp_path / "out", "--no-check"), capsys)
+    assert "generation_config.json cannot be read" in line and not (tmp_path / "out").exists()
+
+
+def test_a_model_needs_no_generation_config(folder, tmp_path):
+    (folder / "model" / "generation_config.json").unlink()
+    assert main(arguments(folder, tmp_path / "out", "--no-check")) == 0
+
+
+@pytest.mark.fault("pipe")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("device", [False, True], ids=["pipe", "device"])
+@pytest.mark.parametrize("command", ["prune", "eval", "unpack", "bench"])
+def test_a_pipe_among_the_files_of_a_model_is_refused(command, device, name, folder, tmp_path, capsys):
+    path = folder / "model" / name
+    path.unlink()
+    path.symlink_to("/dev/zero") if device else os.mkfifo(path)
+    model, out = str(folder / "model"), str(tmp_path / "out")
+    commands = {
+        "prune": arguments(folder, out),
+        "eval": ["eval", model, "--eval", str(folder / "eval.txt")],
+        "unpack": ["unpack", model, "--output", out],
+        "bench": ["bench", model],
+    }
+    assert f"{name}: is a pipe or a device" in refused(commands[command], capsys)
+
+
+@pytest.mark.fault("broken generation config")
+@pytest.mark.parametrize("command", ["prune", "pack", "unpack", "eval"])
+def test_a_deeply_nested_config_is_one_line(command, folder, tmp_path, capsys):
+    deep(folder / "model" / "config.json")
+    model, out = str(folder / "model"), str(tmp_path / "out")
+    commands = {
+        "prune": arguments(folder, out),
+        "pack": ["pack", model, "--output", out],
+        "unpack": ["unpack", model, "--output", out],
+        "eval": ["eval", model, "--eval", str(folder / "eval.txt")],
+    }
+    assert "unexpected" not in refused(commands[command], capsys)
+
+
+@pytest.mark.fault("odd config")
+@pytest.mark.parametrize("key", ["output_hidden_states", "output_attentions", "use_cache"])
+def test_a_switch_of_a_config_that_is_a_text_is_refused(key, folder, tmp_path, capsys):
+    file = folder / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: "x"}))
+    line = refused(arguments(folder, tmp_path / "out"), capsys)
+    assert key in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.fault("tokenizer without unknown token")
+@pytest.mark.parametrize("command", ["prune", "eval", "calibrate"])
+def test_a_tokenizer_without_its_unknown_token_is_one_line(command, folder, tmp_path, capsys):
+    words = Tokenizer(models.WordLevel({"a": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / "model")
+    model, text = str(folder / "model"), str(folder / "eval.txt")
+    commands = {
+        "prune": arguments(folder, tmp_path / "out"),
+        "eval": ["eval", model, "--eval", text, "--eval-seqlen", "16"],
+        "calibrate": ["calibrate", model, "--calibration", text, "--output", str(tmp_path / "s.safetensors")],
+    }
+    line = refused(commands[command], capsys)
+    assert "the tokenizer cannot read the text" in line and "unexpected" not in line
+
+
+@pytest.mark.fault("file of the user")
+@pytest.mark.parametrize("below", [False, True])
+def test_overwrite_never_deletes_what_a_link_of_the_model_points_to(below, folder, tmp_path, capsys):
+    out, model = tmp_path / "out", folder / "model"
+    out.mkdir()
+    shutil.move(model / "model.safetensors", out / "weights")
+    if below:
+        (model / "more").mkdir()
+        (model / "more" / "link").symlink_to(out)
+        shutil.copy(out / "weights", model / "model.safetensors")
+    else:
+        (model / "model.safetensors").symlink_to(out / "weights")
+    assert "links to, which this run reads" in refused(arguments(folder, out, "--overwrite"), capsys)
+    assert (out / "weights").stat().st_size > 0
+
+
+@pytest.mark.parametrize("flag", ["--config", "--statistics", "--include", "--nsamples", "--guard", "--save"])
+def test_two_dashes_are_no_value_of_a_flag(flag, folder, tmp_path, capsys):
+    line = refused([*arguments(folder, tmp_path / "out"), f"{flag}=--"], capsys)
+    assert f"argument {flag}: expected a value, got an empty one" in line
+
+
+@pytest.mark.fault("warnings")
+def test_a_warning_is_shown_where_python_makes_errors_of_warnings(folder, tmp_path):
+    argv = [*arguments(folder, tmp_path / "out"), "--nsamples", "4", "--no-check"]
+    done = fwanda(argv, env={"PYTHONWARNINGS": "error"})
+    assert done.returncode == 0 and "warning: " in done.stderr
