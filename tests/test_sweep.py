@@ -393,6 +393,33 @@ def test_a_file_of_the_user_is_never_replaced(recipe, tmp_path, capsys, name):
     assert cli.main(argv) == 0 and cli.main(argv) == 0  # its own results
 
 
+@pytest.mark.parametrize(
+    "cell, line",
+    [
+        ({"include": [["nothing"]]}, "--include 'nothing' matches none"),
+        ({"max_memory": "1KB"}, "--max-memory limits the memory of a GPU"),
+        ({"method": "wanda", "seqlen": 10_000_000}, "one sequence needs"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_measured(cell, line, recipe, tmp_path, capsys):
+    tiny.llama().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    path = str(recipe([{"method": "magnitude"}, {"method": "magnitude", **cell}]))
+    assert cli.main(["sweep", str(tmp_path / "model"), path, "--output", str(tmp_path / "out"), "--device", "cpu"]) == 2
+    assert line in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.fault("file of the user")
+@pytest.mark.parametrize("name", ["model", "./model", "a\nb"])
+def test_an_output_that_is_the_model_or_unprintable_is_refused_before_the_model_is_read(name, recipe, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    output = f"{tmp_path}/{name}"
+    assert cli.main(["sweep", str(tmp_path / "model"), str(recipe()), "--output", output]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "is the folder of the model" in line or "holds an unprintable character" in line
+    assert not list((tmp_path / "model").iterdir())
+
+
 def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys):
     tiny.llama().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -552,6 +579,24 @@ def test_a_broken_cell_is_one_line(text, dense, recipe, tmp_path):
     for path in files:
         path.write_text(text) if path in broken else path.unlink()
     assert len(files) == 2 and len(broken) == 1
+    with pytest.raises(UserError, match=r"\.json is broken \(.*\); remove it, and its cell runs again"):
+        run(found, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "path", [("perplexity",), ("dense",), ("shared",), ("report", "seconds"), ("report", "config")]
+)
+@pytest.mark.parametrize("value", [3, [3], None])
+def test_a_cell_that_is_damaged_inside_is_one_line(path, value, recipe, tmp_path):
+    found = Recipe.load(recipe([{"method": "magnitude"}]))
+    run(found, tmp_path / "out")
+    file = next(p for p in (tmp_path / "out" / "cells").glob("*.json") if not p.name.startswith("dense-"))
+    cell = json.loads(file.read_text())
+    inner = cell
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    file.write_text(json.dumps(cell))
     with pytest.raises(UserError, match=r"\.json is broken \(.*\); remove it, and its cell runs again"):
         run(found, tmp_path / "out")
 

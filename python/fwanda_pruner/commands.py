@@ -439,11 +439,11 @@ def sweep(args: argparse.Namespace) -> Result:
     """Runs a recipe, and writes its tables and pictures."""
     from .sweep.figures import check_installed, draw
     from .sweep.recipe import Recipe
-    from .sweep.run import TaskSettings, check_folder, run
+    from .sweep.run import TaskSettings, check_folder, check_windows, run
     from .sweep.tables import lines_of, markdown, write_tables
 
     check_installed()
-    _on_first(lambda: check_folder(args.output))
+    _on_first(lambda: check_folder(args.output, args.model))
     recipe = Recipe.load(args.recipe, _given(args))
     for config in recipe.cells:
         _check_texts(args.model, calibration=config.calibration, guards=config.guards, eval=config.eval)
@@ -451,6 +451,7 @@ def sweep(args: argparse.Namespace) -> Result:
     if recipe.tasks:
         _check_tasks(recipe.tasks, [config.engine for config in recipe.cells], settings)
     model, tokenizer = _load(args, recipe.cells[0], streams=not recipe.tasks)
+    check_windows(recipe, tokenizer)
     try:
         cells = run(model, tokenizer, recipe, args.output, source=args.model, tasks=TaskSettings(**settings))
     except KeyboardInterrupt as interrupt:

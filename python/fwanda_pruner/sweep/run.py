@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -16,28 +17,32 @@ import fwanda_kernels as fk
 from ..allocate.search import Choice
 from ..config import CALIBRATION, PruneConfig
 from ..engine.all_weights import fingerprint
+from ..engine.device import device_rules
 from ..engine.engine import Engine, make_engine
 from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..evaluate.lm_eval_tasks import BATCH_SIZE, check_place, check_tasks, evaluate_tasks
 from ..evaluate.perplexity import check_dense, check_pruned
-from ..formats.files import atomic_file, user_errors
+from ..formats.files import atomic_file, resolved_output, user_errors
 from ..measure.statistics import Statistics
 from ..model.plain import check_plain
-from ..model.targets import find_targets
+from ..model.targets import check_length, find_targets, select_targets
 from ..notes import showing, warn
+from ..report.record import Report
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
 from ..run.read_texts import own_seed
+from ..source_shares import OWN_TEXT
 from ..terminal import say
 from ..text.sources import local_sha256
 from ..text.tokenizer_hash import tokenizer_sha256
+from ..text.windows import check_window
 from .figures import PICTURES
 from .recipe import Recipe, describe
-from .tables import TABLES
+from .tables import TABLES, lines_of, markdown
 
+# what reading a file of another form may raise
+_BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _CELL_NAME = re.compile(r"(dense-)?[0-9a-f]{16}\.json")  # as _cell_path()
-_CELL_KEYS = ("report", "perplexity", "dense", "shared")
-_DENSE_KEYS = ("perplexity", "sparsity", "lm_eval")
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,6 @@ def run(
     if recipe.tasks:
         check_tasks(recipe.tasks, **asdict(tasks))
         check_place(model, recipe.tasks)
-    ranks.share(lambda: _make(folder))
     check_plain(model)
     progress = progress and ranks.first
     engine = make_engine(model, find_targets(model)[0], recipe.cells[0])
@@ -114,6 +118,8 @@ def run(
         raise UserError(
             "a sweep keeps a copy of all weights on each rank, so they cannot be sharded; use --engine streamed"
         )
+    _check_cells(model, recipe)
+    ranks.share(lambda: _make(folder))
     names = {name for config in recipe.cells for name in _text_names(config)}
     texts = {name: local_sha256(name) for name in names}
     hashes = fingerprint(engine), tokenizer_sha256(tokenizer)
@@ -124,7 +130,7 @@ def run(
     with showing(ranks.first):
         for number, config in enumerate(ordered, 1):
             path, label = _cell_path(sweep, config), describe(config, recipe.cells)
-            cell = ranks.share(lambda path=path: _kept(path, _CELL_KEYS))
+            cell = ranks.share(lambda path=path: _kept(path, _check_cell))
             if cell is None:
                 if progress:
                     say(f"cell {number} of {len(recipe.cells)}: {label}, seed {config.seed}")
@@ -132,24 +138,56 @@ def run(
                     cell = {"model": source, **_run_cell(sweep, config, label, shared, cells)}
                 finally:
                     _restore(engine, weights)
-                cell = ranks.share(lambda path=path, cell=cell: _written(path, cell, _CELL_KEYS))
+                cell = ranks.share(lambda path=path, cell=cell: _written(path, cell, _check_cell))
             cells[config] = cell
     return [cells[config] for config in recipe.cells]
 
 
-def check_folder(output: str | Path) -> None:
+def check_folder(output: str | Path, model: str | None = None) -> None:
     """Refuses a folder whose results are not those of a sweep. Writes nothing.
 
+    Args:
+        output: folder of the results.
+        model: name or folder of the model.
+
     Raises:
-        UserError: it holds a file that a sweep would replace, and no finished cell.
+        UserError: it has a name that cannot be used, is the folder of the model, or holds a file that a sweep would
+            replace, and no finished cell.
     """
-    output = Path(output)
+    resolved, output = resolved_output(output), Path(output)
+    if model and os.path.exists(model) and resolved == Path(model).resolve():
+        raise UserError(f"--output {output} is the folder of the model; choose another folder")
     with user_errors(output):
         taken = next((name for name in (*TABLES, *PICTURES) if (output / name).exists()), None)
         if taken is not None and not any(_CELL_NAME.fullmatch(path.name) for path in (output / "cells").glob("*")):
             raise UserError(
                 f"--output {output} holds {taken}, which was not written by fwanda sweep; choose another folder"
             )
+
+
+def check_windows(recipe: Recipe, tokenizer) -> None:
+    """Refuses a calibration text that is shorter than one window of a cell.
+
+    Raises:
+        UserError: naming the text.
+    """
+    lengths: dict[str, int] = {}
+    for config in recipe.cells:
+        for source in config.sources if config.reads_text else ():
+            lengths[source.name] = max(config.seqlen, lengths.get(source.name, 0))
+    for name, seqlen in lengths.items():
+        if name != OWN_TEXT:
+            check_window(name, tokenizer, seqlen)
+
+
+def _check_cells(model: nn.Module, recipe: Recipe) -> None:
+    """Refuses settings of cells that do not fit the model, before anything is measured or written."""
+    found = find_targets(model)
+    for config in recipe.cells:
+        select_targets(*found, config)
+        check_length(model, config.seqlen if config.reads_text else config.eval_seqlen or 0)
+        with device_rules(model, config):
+            pass
 
 
 def _make(folder: Path) -> None:
@@ -250,9 +288,9 @@ def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict
 
 def _dense_figures(sweep: _Sweep, config: PruneConfig) -> dict:
     """_measured() of the dense model; it is saved, and all cells with the same evaluation read it."""
-    evaluation = config.select("eval", "bos", "place")
-    path, ranks = _cell_path(sweep, PruneConfig(**evaluation).resolved(), prefix="dense-"), Ranks.current()
-    if (kept := ranks.share(lambda: _kept(path, _DENSE_KEYS))) is not None:
+    settings = config.select("eval", "bos", "place")
+    path, ranks = _cell_path(sweep, PruneConfig(**settings).resolved(), prefix="dense-"), Ranks.current()
+    if (kept := ranks.share(lambda: _kept(path, evaluation))) is not None:
         return kept
     figures = _measured(sweep, config)
     vocabulary = sweep.model.config.get_text_config().vocab_size
@@ -325,25 +363,34 @@ def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
     return sweep.folder / f"{prefix}{key}.json"
 
 
-def _kept(path: Path, keys: Iterable[str]) -> dict | None:
+def _kept(path: Path, check: Callable[[dict], object]) -> dict | None:
     """What an earlier sweep wrote; None if there is no such file."""
-    return _read(path, keys) if path.is_file() else None
+    return _read(path, check) if path.is_file() else None
 
 
-def _written(path: Path, values: dict, keys: Iterable[str]) -> dict:
+def _written(path: Path, values: dict, check: Callable[[dict], object]) -> dict:
     """Writes a file, and returns what is read from it."""
     _write(path, values)
-    return _read(path, keys)
+    return _read(path, check)
 
 
-def _read(path: Path, keys: Iterable[str]) -> dict:
+def _read(path: Path, check: Callable[[dict], object]) -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or not values.keys() >= set(keys):
-            raise ValueError("not what a sweep writes")
+        check(values)
         return values
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is broken ({error}); remove it, and its cell runs again") from error
+    except _BROKEN as error:
+        reason = str(error) if isinstance(error, OSError | ValueError) else f"not what a sweep writes: {error!r}"
+        raise UserError(f"{path} is broken ({reason}); remove it, and its cell runs again") from error
+
+
+def _check_cell(cell: dict) -> None:
+    """Reads all that tables and pictures show of a cell; fails in any way for what no sweep writes."""
+    report = Report.from_dict(cell["report"])
+    if not isinstance(cell["shared"], bool) or len(cell["perplexity"]) != len(cell["dense"]["perplexity"]):
+        raise ValueError("not what a sweep writes")
+    config = PruneConfig(method=report.config["method"]).resolved()
+    markdown(lines_of([config], [cell]))
 
 
 def _write(path: Path, values: dict) -> None:
