@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fwanda_pruner.cli import main
+from fwanda_pruner.formats.files import atomic_folder, remove_leftovers
 
 
 @pytest.fixture
@@ -153,3 +154,29 @@ def test_a_warning_is_shown_where_python_makes_errors_of_warnings(folder, tmp_pa
     argv = [*arguments(folder, tmp_path / "out"), "--nsamples", "4", "--no-check"]
     done = fwanda(argv, env={"PYTHONWARNINGS": "error"})
     assert done.returncode == 0 and "warning: " in done.stderr
+
+
+@pytest.mark.parametrize("command", ["prune", "unpack"])
+@pytest.mark.parametrize("name", ["LICENSE", "processor_config.json"])
+def test_a_dangling_link_among_the_files_to_be_copied_is_told(name, command, folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    if command == "unpack":
+        assert main(arguments(folder, tmp_path / "packed", "--save", "packed", "--no-check")) == 0
+        (tmp_path / "packed" / "fwanda.json").unlink()
+        dangling(tmp_path / "packed" / name)
+        argv = ["unpack", str(tmp_path / "packed"), "--output", str(out)]
+    else:
+        dangling(folder / "model" / name)
+        argv = arguments(folder, out, "--no-check")
+    capsys.readouterr()
+    assert main(argv) == 0
+    assert f"warning: {name} could not be read and copied" in capsys.readouterr().err and not (out / name).exists()
+
+
+def test_leftovers_of_an_earlier_process_with_the_same_id_go_and_own_ones_stay(tmp_path):
+    left = tmp_path / f".out.{os.getpid()}-0123abcd.tmp"
+    left.mkdir()
+    with atomic_folder(tmp_path / "out") as own:
+        assert not left.exists()
+        remove_leftovers(tmp_path / "out")
+        assert own.exists()

@@ -14,6 +14,7 @@ from ..model.cache import home_folder, size_text
 
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _LONGEST_PART = 255  # bytes of the name of a folder above it
+_made: set[str] = set()  # temporary names of this process
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
@@ -206,7 +207,7 @@ def remove_leftovers(output: str | Path) -> None:
     pattern = re.compile(re.escape(f".{output.name}.") + r"(\d+)-[0-9a-f]{8}\.(tmp|old)")
     for path in output.parent.iterdir():
         match = pattern.fullmatch(path.name)
-        if not match or _is_alive(int(match[1])):
+        if not match or _is_in_use(path.name, int(match[1])):
             continue
         if match[2] == "old" and not output.exists():
             os.rename(path, output)
@@ -288,10 +289,15 @@ def resolved_output(path: str | Path) -> Path:
 
 def _hidden_name(path: Path, ending: str) -> Path:
     """A new hidden name beside `path` that holds the id of this process; see remove_leftovers()."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.{ending}")
+    hidden = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.{ending}")
+    _made.add(hidden.name)
+    return hidden
 
 
-def _is_alive(pid: int) -> bool:
+def _is_in_use(name: str, pid: int) -> bool:
+    """Whether a living process made a temporary name. In containers, one after the other may have the same id."""
+    if pid == os.getpid():
+        return name in _made
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -83,8 +83,10 @@ def carry_files(model, tokenizer, folder: Path) -> list[str]:
     ]
     for name in sorted(os.listdir(source)) if os.access(source, os.R_OK) else ():
         wanted = any(fnmatch(name.lower(), pattern) for pattern in patterns)
-        if wanted and (source / name).is_file() and not (folder / name).exists():
+        if wanted and not (source / name).is_dir() and not (folder / name).exists():
             try:
+                if not (source / name).is_file():  # a dangling link, or a pipe
+                    raise FileNotFoundError(name)
                 content = (source / name).read_bytes()
             except OSError:
                 failed.append(name)

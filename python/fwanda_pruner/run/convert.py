@@ -20,6 +20,7 @@ from ..formats.source import carry_files
 from ..model.checks import refuse_pipes
 from ..model.load import is_packed, load_model, load_packed
 from ..model.pack import pack_lazily_, unpack_lazily_
+from ..notes import warn
 from ..progress import begin_stage, planned
 from ..report.record import FILE_NAME, Report
 from ..stage_names import StageName
@@ -91,7 +92,9 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
         else:
             with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
                 dense.write(folder, model, tokenizer)
-                carry_files(model, tokenizer, folder)
+                unread = carry_files(model, tokenizer, folder)
+            if unread:
+                warn(f"{', '.join(unread)} could not be read and copied")
     before, after = (_weight_bytes(folder) for folder in (source, output))
     return f"{output}: weights take {after / 1e6:.1f} MB, {after / before:.1%} of the {before / 1e6:.1f} MB in {source}"
 

@@ -38,7 +38,7 @@ from ..text.tokenizer_hash import tokenizer_sha256
 from ..text.windows import check_window
 from .figures import PICTURES
 from .recipe import Recipe, describe
-from .tables import TABLES, lines_of, markdown
+from .tables import TABLES, evaluation, lines_of, markdown
 
 # what reading a file of another form may raise
 _BROKEN = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
