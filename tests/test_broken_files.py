@@ -3,9 +3,14 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import warnings
 
 import pytest
-from helpers_cli import arguments, fwanda, make_folder
+import torch
+from helpers_cli import arguments, environment, fwanda, make_folder
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +30,15 @@ def refused(argv, capsys) -> str:
     lines = [line for line in captured.err.splitlines() if "fwanda: error" in line]
     assert len(lines) == 1 and not captured.out
     return lines[0]
+
+
+def said(argv, capsys) -> str:
+    """What a command that succeeds writes on standard error, with its warnings."""
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(argv) == 0
+    return capsys.readouterr().err
 
 
 def cut(path):
@@ -168,9 +182,7 @@ def test_a_dangling_link_among_the_files_to_be_copied_is_told(name, command, fol
     else:
         dangling(folder / "model" / name)
         argv = arguments(folder, out, "--no-check")
-    capsys.readouterr()
-    assert main(argv) == 0
-    assert f"warning: {name} could not be read and copied" in capsys.readouterr().err and not (out / name).exists()
+    assert f"warning: {name} could not be read and copied" in said(argv, capsys) and not (out / name).exists()
 
 
 def test_leftovers_of_an_earlier_process_with_the_same_id_go_and_own_ones_stay(tmp_path):
@@ -180,3 +192,38 @@ def test_leftovers_of_an_earlier_process_with_the_same_id_go_and_own_ones_stay(t
         assert not left.exists()
         remove_leftovers(tmp_path / "out")
         assert own.exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "calibrate", "sample", "bench"])
+def test_tensors_that_the_model_ignores_are_told(command, folder, tmp_path, capsys):
+    model, text = folder / "model", str(folder / "eval.txt")
+    if command == "bench":
+        assert main(arguments(folder, tmp_path / "pruned", "--no-check")) == 0
+        model = tmp_path / "pruned"
+    weights = load_file(model / "model.safetensors")
+    save_file({**weights, "extra.weight": torch.ones(2, 2)}, model / "model.safetensors", metadata={"format": "pt"})
+    commands = {
+        "eval": ["eval", str(model), "--eval", text, "--eval-seqlen", "16", "--eval-windows", "2"],
+        "calibrate": [
+            "calibrate", str(model), "--calibration", text, "--nsamples", "4", "--seqlen", "16", "--output",
+            str(tmp_path / "s.safetensors"),
+        ],
+        "sample": ["sample", str(model), "--nsamples", "2", "--seqlen", "8", "--output", str(tmp_path / "s.jsonl")],
+        "bench": ["bench", str(model), "--batches", "1", "--tokens", "1", "--prompts", "2"],
+    }  # fmt: skip
+    told = said(commands[command], capsys)
+    lines = [line for line in told.splitlines() if "does not use 1 tensors of the files" in line]
+    assert len(lines) == 1 and lines[0].endswith("the first is extra.weight")
+
+
+@pytest.mark.parametrize("flag", ["--include", "--exclude", "--statistics", "--config", "--calibration"])
+def test_a_very_long_value_is_not_shown_whole(flag, folder, tmp_path, capsys):
+    line = refused([*arguments(folder, tmp_path / "out", method="fwanda"), flag, "x" * 100_000], capsys)
+    assert len(line) < 1500
+
+
+def test_a_library_without_room_in_memory_is_one_line(folder, tmp_path):
+    script = f"ulimit -v 300000; exec {sys.executable} -m fwanda_pruner eval {folder / 'model'}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment(), timeout=120)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and "not enough memory" in lines[-1] and "Traceback" not in done.stderr

@@ -376,7 +376,7 @@ def dead_process() -> int:
 
 
 def test_leftovers_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path):
-    dead, living = dead_process(), os.getpid()
+    dead, living = dead_process(), os.getppid()
     for name in (f".out.{dead}-0123abcd.tmp", f".out.{living}-0123abcd.tmp", f".other.{dead}-0123abcd.tmp"):
         (tmp_path / name).mkdir()
     remove_leftovers(tmp_path / "out")

@@ -420,6 +420,15 @@ def test_an_output_that_is_the_model_or_unprintable_is_refused_before_the_model_
     assert not list((tmp_path / "model").iterdir())
 
 
+def test_a_bar_in_the_name_of_a_text_is_no_new_column(recipe, tmp_path):
+    (tmp_path / "a|b.txt").write_text(tiny.text(300))
+    found = Recipe.load(recipe([{"method": "magnitude", "eval": [[str(tmp_path / "a|b.txt")]]}]))
+    table = [
+        line for line in markdown(lines_of(found.cells, run(found, tmp_path / "out"))).splitlines() if line[:1] == "|"
+    ]
+    assert "a\\|b.txt" in table[0] and len({line.replace("\\|", "").count("|") for line in table}) == 1
+
+
 def test_ctrl_c_says_how_to_go_on(recipe, tmp_path, capsys):
     tiny.llama().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -21,6 +22,8 @@ from .interrupt import CODE, Interrupt, ignore
 from .launch import Job, ended_if_stuck, is_rank, joined
 from .terminal import discard, say, styled
 
+_HEAD, _TAIL = 1000, 300  # characters of a message that are always shown
+_NO_MEMORY = re.compile("allocate memory|failed to map segment", re.IGNORECASE)  # of the dynamic loader
 _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither package is imported yet
     "BackendError": "",
     "OutOfMemoryError": "; use a smaller --micro-batch or --seqlen, or --device cpu",
@@ -152,7 +155,9 @@ def _explained(error: Exception) -> tuple[str, int]:
     """One line about an error, and the exit code."""
     name = type(error).__name__
     if isinstance(error, UserError):
-        return " ".join(str(error).split()), 2
+        return _without_middle(" ".join(str(error).split())), 2
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and _NO_MEMORY.search(str(error))):
+        return f"not enough memory ({one_line(error)}); free some, or raise the limit of this process (ulimit -v)", 2
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
         return f"{error}; {install_hint(*(NEEDED.values() if module in NEEDED else [module]))}", 2
@@ -166,6 +171,11 @@ def _explained(error: Exception) -> tuple[str, int]:
         f"unexpected {name} at {where}: {one_line(error)}; please report this with the command; "
         f"FWANDA_TRACEBACK=1 shows more"
     ), 1
+
+
+def _without_middle(message: str) -> str:
+    """A message; of a very long one, which holds a long value of a flag, the middle is left out."""
+    return message if len(message) <= _HEAD + _TAIL + 5 else f"{message[:_HEAD]} ... {message[-_TAIL:]}"
 
 
 def _take_any_text() -> None:

@@ -293,6 +293,7 @@ def calibrate(args: argparse.Namespace) -> Result:
     """Measures statistics and writes them."""
     config = _config(args)
     from .formats.files import check_file
+    from .formats.source import warn_of_ignored
     from .measure.statistics import Statistics
     from .model.file_stamps import FileStamps
     from .run.pipeline import collect
@@ -305,6 +306,7 @@ def calibrate(args: argparse.Namespace) -> Result:
     with planned(calibration_titles(config, loads=True)):
         files = FileStamps(args.model)
         model, tokenizer = _load(args, config)
+        warn_of_ignored(model)
         statistics = collect(model, tokenizer, config=config)
         _on_first(lambda: files.check(model))
     _on_first(lambda: statistics.save(output))
@@ -321,6 +323,7 @@ def sample(args: argparse.Namespace) -> Result:
     config = _config(args)
     if config.engine == "sharded":
         raise UserError("fwanda sample does not work with --engine sharded; use another engine")
+    from .formats.source import warn_of_ignored
     from .run.sample import check_sample_file, write_sample
     from .run.state import RunState
     from .text.domains import calibration_part
@@ -333,6 +336,7 @@ def sample(args: argparse.Namespace) -> Result:
             return Result(text, saved=args.output)
         _tell_of_state(args, state)
         model, tokenizer = _load(args, config)
+        warn_of_ignored(model)
         seconds, energy = write_sample(model, tokenizer, args.output, config=config, state=state)
         state.remove()
     read = calibration_part(config.nsamples)
@@ -371,12 +375,14 @@ def evaluate(args: argparse.Namespace) -> Result:
     elif config.eval:
         raise UserError(f"--eval is the text of ppl, got --tasks {args.tasks}; add ppl or leave --eval out")
     _check_texts(args.model, eval=config.eval)
+    from .formats.source import warn_of_ignored
     from .model.file_stamps import FileStamps
     from .run.pipeline import evaluate_model
 
     config, files = _as_recorded(args.model, config), FileStamps(args.model)
     with planned([StageName.LOAD.title, "perplexity and zeros", *(["tasks"] if tasks else [])]):
         model, tokenizer = _load(args, config, streams=not tasks, packed=True)
+        warn_of_ignored(model)
         begin_stage("perplexity and zeros")
         result = evaluate_model(model, tokenizer, config=config)
         _tell_of_bos(config, tokenizer, result["perplexity"])

@@ -11,8 +11,10 @@ import torch
 from transformers.utils import cached_file
 
 from ..errors import UserError
+from ..model.checks import ignored
 from ..model.packed import EXPERT, packed_weights
 from ..model.targets import find_blocks
+from ..notes import warn
 from . import dense
 from .audit import stored_tensors
 
@@ -110,6 +112,16 @@ def surplus_layers(model) -> str | None:
         f"{surplus[0]} and those after it are neither pruned nor saved; they are layers for the prediction of several "
         f"tokens, or config.json has a wrong number of layers"
     )
+
+
+def warn_of_ignored(model) -> None:
+    """Warns of tensors in the files that a model was loaded from and does not use."""
+    names = [name for name in ignored.get(model, ()) if not _COMPUTED.search(name)]
+    if names:
+        warn(
+            f"the model does not use {len(names)} tensors of the files of {model.config.name_or_path}; the first is "
+            f"{names[0]}"
+        )
 
 
 def lost_tensors(model, folder: Path) -> str | None:

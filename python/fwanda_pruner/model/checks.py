@@ -5,8 +5,10 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ..errors import UserError, is_lost_connection, one_line, refuse_pipe, shortened, show
@@ -17,6 +19,10 @@ _QUANTIZED_TYPES = ("F8_", "F6_", "F4", "I", "U")  # first characters of the dty
 _FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of weights in a safetensors header
 _FLAGS = ("output_hidden_states", "output_attentions", "return_dict", "use_cache")  # of a config
 _LONGEST_HEAD, _LONGEST_TAIL = 500, 200  # characters of a foreign error that are kept
+
+
+# loaded model -> names of the tensors in its files that it does not use
+ignored: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 def weight_files(folder: Path, name: str, *, allow_pickle: bool = False) -> list[Path]:
@@ -183,6 +189,7 @@ def check_loaded(model, info: dict, name: str) -> None:
     Args:
         info: what from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True) returned.
     """
+    ignored[model] = sorted(info.get("unexpected_keys") or ())
     for key, found, expected in sorted(info["mismatched_keys"]):
         raise UserError(
             f"model {name!r}: {key} is {list(found)} in its file, and its configuration calls for {list(expected)}; "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..engine.decode import Decoder
 from ..engine.device import evaluating
 from ..errors import UserError, shortened
+from ..formats.source import warn_of_ignored
 from ..model.load import is_packed, load_model, load_packed
 from ..model.pack import pack_, sparse_targets
 from ..progress import begin_stage, planned, progress_bar
@@ -87,6 +88,8 @@ def bench(
         for form in ("dense", "packed"):
             begin_stage(form)
             model = _load(folder, form, device, dtype)
+            if form == "dense":
+                warn_of_ignored(model)
             _check_lengths(model, tokens, prompts)
             if form == "dense" and not is_packed(folder):
                 sparse_targets(model)  # refuses a dense model before anything is measured

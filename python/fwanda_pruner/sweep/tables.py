@@ -135,11 +135,12 @@ def _table(protocol: str, group: list[Line]) -> str:
     rows = [[line.label, _seeds(line), *(_cell(line, name) for name in shown)] for line in group]
     first = group[0].cells[0]
     dense = {name: _format(name, value) for name, value in evaluation(first["dense"]).items() if name in shown}
+    cells = ([part.replace("|", "\\|") for part in row] for row in [head, ["---"] * len(head), *rows])
     told = ", ".join(f"{name} {value}" for name, value in dense.items()) or "not measured"
     return "\n".join([
         f"Model {first['model']}; {protocol}. Dense: {told}.",
         "",
-        *("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]),
+        *("| " + " | ".join(row) + " |" for row in cells),
         "",
     ])  # fmt: skip
 
