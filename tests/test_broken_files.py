@@ -227,3 +227,18 @@ def test_a_library_without_room_in_memory_is_one_line(folder, tmp_path):
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment(), timeout=120)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and "not enough memory" in lines[-1] and "Traceback" not in done.stderr
+
+
+@pytest.mark.fault("endless work")
+@pytest.mark.parametrize("count", [10_001, 1001])
+def test_a_folder_of_very_many_files_is_refused_and_a_large_one_is_told(count, folder, tmp_path, capsys):
+    many = tmp_path / "many"
+    for number in range(count):
+        place = many / str(number // 5000)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.xyz").touch()
+    argv = [*arguments(folder, tmp_path / "out"), "--calibration", str(many)]
+    assert main(argv) == 2
+    lines = capsys.readouterr().err.splitlines()
+    expected = f"{many}: holds more than 10000 files" if count > 10_000 else f"looking through the 1001 files of {many}"
+    assert any(expected in line for line in lines) and not (tmp_path / "out").exists()

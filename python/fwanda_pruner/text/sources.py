@@ -18,6 +18,7 @@ from ..errors import UserError, did_you_mean, one_line, show
 from ..model.cache import file_sha256
 from ..notes import muted
 from ..source_shares import OWN_TEXT
+from ..terminal import say
 from .chat import Conversation, Rendered
 from .files import EXPECTED, FIELDS, document_of, kind_of, read_file, warn_of_missing
 
@@ -34,6 +35,7 @@ _NOT_CODE = frozenset(
 )
 _WAY_OUT = f"give a .txt, .jsonl, .json or .parquet file, or '{SAMPLE}'"
 _DATASET_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+_MANY_FILES, _MOST_FILES = 1000, 10_000  # of a folder
 _HUB_SECONDS = 3  # for one answer of the Hugging Face Hub
 
 
@@ -253,6 +255,8 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
         path: of the dataset: its name on the hub, or a folder; None: the name of the source.
         options: for datasets.load_dataset().
     """
+    if path is None and os.path.isdir(source):
+        _check_folder(source)
     try:
         import datasets
     except ImportError:
@@ -284,6 +288,20 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
         raise UserError(f'{source}: the column "text" must hold strings, got {show(dataset.features["text"])}')
     warn_of_missing(source, dataset.data.column(column).null_count, len(dataset))
     return _DatasetRows(source, dataset, column)
+
+
+def _check_folder(source: str) -> None:
+    """Refuses a folder with so many files that `datasets` would look through it for minutes; says so of a large one."""
+    count = 0
+    for _, _, files in os.walk(source):
+        count += len(files)
+        if count > _MOST_FILES:
+            raise UserError(
+                f"{source}: holds more than {_MOST_FILES} files; join the texts into one .jsonl or .parquet file, or "
+                f"name a folder below it"
+            )
+    if count > _MANY_FILES:
+        say(f"looking through the {count} files of {source}")
 
 
 def _like(source: str) -> str:
