@@ -1,7 +1,9 @@
 """--fisher-samples: the backward pass on some of the windows, the forward pass on all."""
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import measuring
 import oracle
@@ -10,6 +12,7 @@ import tiny
 import torch
 from interrupt import InterruptedState, interrupted_after
 from measuring import engine_of
+from safetensors.torch import save_file
 from test_prune import idle_experts
 
 import fwanda_pruner
@@ -219,6 +222,12 @@ def test_a_file_of_statistics_keeps_the_windows_and_brings_them_to_the_record(tm
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
+def write(statistics: Statistics, path: Path) -> None:
+    """A file of statistics that save() would refuse."""
+    tensors, values = statistics.to_parts()
+    save_file(tensors, path, metadata={"fwanda": json.dumps(values)})
+
+
 @pytest.mark.fault("statistics file")
 @pytest.mark.parametrize(
     "change", [lambda n: n.popitem(), lambda n: n.update(other=1), lambda n: n.update({min(n): 10**6})]
@@ -226,7 +235,7 @@ def test_a_file_of_statistics_keeps_the_windows_and_brings_them_to_the_record(tm
 def test_a_file_whose_counts_fit_no_backward_pass_is_refused(change, tmp_path):
     statistics = collected(fisher_samples="8")
     change(statistics.fisher_tokens)
-    statistics.save(tmp_path / "s.safetensors")
+    write(statistics, tmp_path / "s.safetensors")
     with pytest.raises(UserError, match="is not a statistics file of `fwanda calibrate`"):
         Statistics.load(tmp_path / "s.safetensors")
 
@@ -236,7 +245,7 @@ def test_a_file_whose_counts_fit_no_backward_pass_is_refused(change, tmp_path):
     "change", [{"bos": 1}, {"fisher": "other"}, {"fisher_samples": "few"}, {"text": {"nsamples": -1}}], ids=str
 )
 def test_a_file_with_settings_that_no_run_has_is_refused(change, tmp_path):
-    replace(collected(fisher_samples="8"), **change).save(tmp_path / "s.safetensors")
+    write(replace(collected(fisher_samples="8"), **change), tmp_path / "s.safetensors")
     with pytest.raises(UserError, match="is not a statistics file of `fwanda calibrate`"):
         Statistics.load(tmp_path / "s.safetensors")
 
