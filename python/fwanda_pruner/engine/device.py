@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,44 +58,32 @@ def device_rules(model: nn.Module, config: PruneConfig) -> Iterator[None]:
         yield
 
 
-class _SharedSetting:
-    """A setting of the whole process that several runs in several threads may need at once.
+class _Determinism:
+    """torch's deterministic algorithms: a setting of the whole process, which runs in several threads may want at once.
 
     The first run switches it on, and the last one to end restores what was there before the first.
-
-    Args:
-        switch_on: returns what restore() needs.
-        restore: brings back the value from before.
     """
 
-    def __init__(self, switch_on: Callable[[], Any], restore: Callable[[Any], None]):
-        self._switch_on, self._restore = switch_on, restore
-        self._lock, self._users, self._before = threading.Lock(), 0, None
+    def __init__(self):
+        self._lock, self._users, self._before = threading.Lock(), 0, (False, False)
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def begin(self) -> None:
         with self._lock:
             if not self._users:
-                self._before = self._switch_on()
+                warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+                self._before = (torch.are_deterministic_algorithms_enabled(), warn_only)
+                torch.use_deterministic_algorithms(True)
             self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._restore(self._before)
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                enabled, warn_only = self._before
+                torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-def _choose_deterministic() -> tuple[bool, bool]:
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    torch.use_deterministic_algorithms(True)
-    return before
-
-
-_deterministic = _SharedSetting(
-    _choose_deterministic, lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-)
+_determinism = _Determinism()
 
 
 @contextmanager
@@ -104,13 +91,15 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
+    _determinism.begin()
     try:
-        with _deterministic():
-            yield
+        yield
     except RuntimeError as error:
         if "determinis" not in str(error):
             raise
         raise UserError(f"--deterministic: {one_line(error)}") from error
+    finally:
+        _determinism.end()
 
 
 @contextmanager
