@@ -154,11 +154,10 @@ def best(rows: list[Row]) -> dict[tuple[str, str], float]:
 
 
 def heading(results: list[dict]) -> str:
-    dates = sorted({result["date"] for result in results})
     labels = {"triton": "Triton", "fwanda_kernels": "fwanda-kernels"}
     keys = [key for key in MACHINE if key not in ("card", "python") and results[0][key] is not None]
     facts = [f"{labels.get(key, key)} {results[0][key]}" for key in keys]
-    return f"{', '.join([results[0]['card'], *facts])}, {' to '.join(dates[:1] + dates[1:][-1:])}."
+    return f"{', '.join([results[0]['card'], *facts])}, {period({result['date'] for result in results})}."
 
 
 def cell(row: Row, column: str, lowest: float | None) -> str:
@@ -169,3 +168,8 @@ def cell(row: Row, column: str, lowest: float | None) -> str:
     if row.ci95.get(column):
         text += f" ± {row.ci95[column]:{form}}"
     return f"**{text}**" if value == lowest else text
+
+
+def period(dates: set[str]) -> str:
+    """The first and the last of some dates."""
+    return " to ".join(dict.fromkeys((min(dates), max(dates))))

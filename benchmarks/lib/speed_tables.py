@@ -9,7 +9,7 @@ from pathlib import Path
 from .machine import COPY_BYTES
 from .markdown import table
 from .results import RESULTS, read_all
-from .run_tables import newest_runs
+from .run_tables import newest_runs, period
 
 HOSTS = ("nn.utils.prune", "ao.pruning", "Wanda fork", "llm-compressor")  # in place of an op: see bench_integrations.py
 # (op, case) -> its name in the README
@@ -61,13 +61,13 @@ def cards(folder: Path, *, hosts: bool) -> dict[str, Card]:
 
 
 def caption(measured: Iterable[Card]) -> str:
-    """Cards, driver or threads, versions and date."""
-    names: dict[str, dict[str, None]] = {}
+    """Cards, driver or threads, versions and dates."""
+    dates: dict[str, set[str]] = {}
     for result in (result for card in measured for result in card.results.values()):
         where = f"driver {result['driver']}" if result["driver"] else f"{result['threads']} threads"
-        versions = f"{where}, torch {result['torch']}, Triton {result['triton']}, {result['date']}"
-        names.setdefault(versions, {})[result["card"]] = None
-    return "; ".join(f"{' and '.join(of_these)}, {versions}" for versions, of_these in names.items()) + "."
+        facts = f"{result['card']}, {where}, torch {result['torch']}, Triton {result['triton']}"
+        dates.setdefault(facts, set()).add(result["date"])
+    return "; ".join(f"{facts}, {period(of_these)}" for facts, of_these in dates.items()) + "."
 
 
 def source(card: Card) -> str:
