@@ -107,7 +107,16 @@ struct Packed {
     offsets = order + 4 * kTileRows * tiles;
     data = offsets + (4 * (chunks + 1) + kAligned - 1) / kAligned * kAligned;
     size = packed.numel() - (data - bytes);
-    if (size < 0 || size != end_of(chunks - 1)) code = kAltered;
+    if (size < 0 || size != end_of(chunks - 1) || !names_each_row_once()) code = kAltered;
+  }
+  bool names_each_row_once() const {
+    std::vector<bool> named(rows);
+    for (int64_t place = 0; place < rows; place++) {
+      const int64_t row = row_of(place);
+      if (row < 0 || row >= rows || named[row]) return false;
+      named[row] = true;
+    }
+    return true;
   }
   int64_t start_of(int64_t chunk) const { return kAligned * int64_t(load32(offsets + 4 * chunk)); }
   int64_t end_of(int64_t chunk) const { return start_of(chunk + 1); }

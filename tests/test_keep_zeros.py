@@ -146,3 +146,40 @@ def test_an_optimizer_steps_beside_a_model_whose_weights_are_gone(change):
         other.grad = torch.ones(2)
         torch.optim.SGD([other], lr=0.5).step()
     assert other.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.fault("kept zeros")
+def test_a_block_of_code_that_is_entered_again_keeps_the_zeros_again():
+    model = sparse(tiny.llama())
+    before, kept, optimizer = zeros(model), keep_zeros(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with kept:
+            train(model, optimizer, steps=1)
+        assert_held(model, before)
+    train(model, optimizer, steps=1)
+    assert any(bool((~zeros(model)[name] & before[name]).any()) for name in before)
+
+
+def replace(layer, model):
+    model.set_submodule("model.layers.0.mlp.up_proj", torch.nn.Linear(32, 48, bias=False))
+
+
+CHANGES = {
+    "replaced": replace,
+    "parametrised": lambda layer, _: torch.nn.utils.parametrizations.weight_norm(layer),
+    "weight_norm": lambda layer, _: torch.nn.utils.weight_norm(layer),
+    "sparse": lambda layer, _: setattr(layer, "weight", torch.nn.Parameter(layer.weight.detach().to_sparse())),
+    "float8": lambda layer, _: layer.to(torch.float8_e4m3fn),
+    "deleted": lambda layer, _: delattr(layer, "weight"),
+}
+
+
+@pytest.mark.fault("kept zeros")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_matrix_that_cannot_keep_its_zeros_any_more_is_one_line(change):
+    model = sparse(tiny.llama())
+    with keep_zeros(model) as kept:
+        CHANGES[change](model.model.layers[0].mlp.up_proj, model)
+        with pytest.raises(UserError, match="layers.0.mlp.up_proj was replaced, parametrised or converted meanwhile"):
+            kept.apply_()

@@ -319,6 +319,10 @@ def undeclared_tie(model):
     model.config.tie_word_embeddings = False
 
 
+def head_of_a_block(model):
+    model.lm_head.weight = model.model.layers[0].mlp.up_proj.weight
+
+
 TWICE = {
     block_twice: r"model\.layers\.1 and model\.layers\.0 are one module at two places; .*copy\.deepcopy",
     linear_of_two_blocks: r"model\.layers\.1\.mlp\.up_proj and model\.layers\.0\.mlp\.up_proj are one module",
@@ -327,6 +331,7 @@ TWICE = {
     norm_of_two_blocks: r"layers\.0\.input_layernorm\.weight and .*layers\.1\.input_layernorm\.weight share memory",
     data_of_two_linears: r"layers\.0\.mlp\.up_proj\.weight and .*layers\.1\.mlp\.up_proj\.weight share memory",
     overlapping_parts: r"layers\.0\.self_attn\.q_proj\.weight and .*layers\.1\.self_attn\.q_proj\.weight share memory",
+    head_of_a_block: r"layers\.0\.mlp\.up_proj\.weight.* share memory",
     undeclared_tie: "are one tensor, but model.config.tie_word_embeddings is False",
 }
 

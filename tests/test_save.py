@@ -350,6 +350,18 @@ def test_a_path_that_no_file_system_takes_is_refused_in_one_line(path, tmp_path)
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.fault("file of the user")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_neither_file_nor_folder_is_never_replaced(kind, tmp_path):
+    path = tmp_path / "there"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/null")
+    before = os.stat(path).st_mode
+    for refused in (lambda: check_output(path, overwrite=True), lambda: atomic_file(path).__enter__()):
+        with pytest.raises(UserError, match="is a device, a pipe or a socket; choose another name"):
+            refused()
+    assert os.stat(path).st_mode == before and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.fault("read-only")
 def test_an_unwritable_parent_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)

@@ -45,6 +45,19 @@ CALLS = [
 
 
 @pytest.mark.fault("odd calls")
+def test_a_head_that_is_smaller_than_the_embedding_sets_the_largest_token():
+    model = tiny.llama(tie_word_embeddings=False)
+    model.lm_head = torch.nn.Linear(32, 40, bias=False)
+    for call in (
+        lambda: prune(model, method="wanda", calibration=IDS, progress=False),
+        lambda: prune(model, method="sparsegpt", calibration=IDS, progress=False),
+        lambda: evaluate_model(model, eval=IDS, progress=False),
+    ):
+        with pytest.raises(UserError, match=r"token ids must be in \[0, 40\), got 0 to"):
+            call()
+
+
+@pytest.mark.fault("odd calls")
 @pytest.mark.parametrize("call, argument", CALLS)
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_tensors_without_numbers_to_read_are_one_line(kind, call, argument):

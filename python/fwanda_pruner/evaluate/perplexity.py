@@ -166,7 +166,8 @@ def check_ids(model: nn.Module, tokens: Tensor) -> None:
     Raises:
         UserError: saying what was got.
     """
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocab_size = min(layer.weight.shape[0] for layer in layers if layer is not None)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise UserError(
             f"token ids must be in [0, {vocab_size}), got {int(tokens.min())} to {int(tokens.max())}: "

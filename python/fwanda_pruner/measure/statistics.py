@@ -28,7 +28,7 @@ from .sums import SignedStatisticsSums, StatisticsSums
 _NAMED = 3  # matrices that a warning names
 
 
-@dataclass
+@dataclass(eq=False)  # tensors have no truth value
 class Statistics:
     """Sums over the calibration tokens, for each target.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from fwanda_kernels import masked_weight, pack_mask
 
@@ -15,9 +16,13 @@ from .arguments import expect_type
 from .plain import check_whole
 from .targets import Target, find_targets
 
+_GONE = torch.empty(0)  # in place of a weight that its module does not have
+
 
 class KeptZeros:
     """The masks of a model, applied after each step of every optimizer, until remove() or the end of a `with` block.
+
+    A `with` block may be entered again.
 
     Attributes:
         packed: name of each matrix -> its mask, [R, ceil(C/8)] uint8 as fwanda_kernels.pack_mask() packs it.
@@ -25,18 +30,23 @@ class KeptZeros:
 
     def __init__(self, model: nn.Module, packed: dict[str, Tensor]):
         self.packed = packed
+        self._model = model
         self._targets = {target.name: target for target in find_targets(model)[0] if target.name in packed}
-        self.apply_()
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        self._hook: RemovableHandle | None = None
+        self._keep()
 
     @torch.no_grad()
     def apply_(self) -> None:
         """Set the removed weights to +0.0 again, for example after an adapter was merged.
 
         Weights that are packed or on the meta device stay as they are.
+
+        Raises:
+            UserError: a module has been replaced since, or its weight is no plain parameter any more.
         """
+        modules = set(self._model.modules())
         for name, target in self._targets.items():
-            weight = _current_weight(target)
+            weight = _current_weight(target, modules)
             if weight is None:
                 continue
             if self.packed[name].device != weight.device:
@@ -47,11 +57,19 @@ class KeptZeros:
     def _after_step(self, _optimizer: Optimizer, _args, _kwargs) -> None:
         self.apply_()
 
+    def _keep(self) -> None:
+        self.apply_()
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._after_step)
+
     def remove(self) -> None:
         """Stop keeping the removed weights at zero."""
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def __enter__(self) -> KeptZeros:
+        self._keep()
         return self
 
     def __exit__(self, *_) -> None:
@@ -91,11 +109,25 @@ def keep_zeros(model: nn.Module, masks: Mapping[str, Tensor] | None = None) -> K
     return KeptZeros(model, packed)
 
 
-def _current_weight(target: Target) -> Tensor | None:
-    """The weight of a target, wherever it lies by now; None if it is packed, or on the meta device."""
+def _current_weight(target: Target, modules: Collection[nn.Module]) -> Tensor | None:
+    """The weight of a target, wherever it lies by now; None if it is packed, or on the meta device.
+
+    Args:
+        modules: of the model.
+
+    Raises:
+        UserError: the weight is no plain parameter of the model any more.
+    """
     if target.slice_of is None:
-        weight = target.module.weight
-        return None if weight is None or weight.is_meta else target.weight
+        weight = target.module._parameters.get("weight", _GONE)
+        if weight is None or weight.is_meta:
+            return None
+        if weight is _GONE or target.module not in modules or not _is_plain(weight):
+            raise UserError(
+                f"keep_zeros: {target.name} was replaced, parametrised or converted meanwhile; call remove() before such "
+                f"a change, and keep_zeros() after it"
+            )
+        return target.weight
     # not target.weight, which stays in the memory of before when the model is moved or converted
     experts, name = target.slice_of.experts, target.slice_of.parameter.rpartition(".")[2]
     weights = experts.module._parameters.get(name)
@@ -103,6 +135,10 @@ def _current_weight(target: Target) -> Tensor | None:
         return None
     weight = weights.detach()[target.slice_of.index]
     return weight.T if experts.transposed else weight
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return weight.layout == torch.strided and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _fitting(name: str, mask: Tensor, targets: Mapping) -> Tensor:

@@ -239,10 +239,11 @@ def _check_places(model: nn.Module) -> None:
 
 def _check_shared_memory(model: nn.Module) -> None:
     """Refuses tensors that share memory, unless transformers ties them again when it loads the model."""
+    inside = find_blocks(model)[0] + "."
     for names in _overlapping(model):
         ties = [name for name in names if any(re.search(pattern, name) for pattern in _tie_patterns(model))]
         first, second = names[0], names[1]
-        if len(ties) < len(names) - 1:
+        if len(ties) < len(names) - 1 or any(name.startswith(inside) for name in names if name not in ties):
             raise UserError(
                 f"{first} and {second} share memory, which a saved model cannot express; give one of them "
                 f"nn.Parameter(tensor.detach().clone())"

@@ -134,7 +134,9 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
                 skipped += _skip_matrices(name, module, "a router to the experts, which stays dense")
             elif isinstance(module, (nn.Linear, _conv1d())):
                 _check_linear(name, module)
-                if id(module.weight) in shared:
+                if not module.weight.numel():
+                    skipped.append(Skipped(name, (module.weight,), "it has no weights"))
+                elif id(module.weight) in shared:
                     skipped.append(Skipped(name, (module.weight,), "its weight is shared with another module"))
                 else:
                     targets.append(Target(name, index, module))
