@@ -100,13 +100,14 @@ def _removed_cases(weight: str, strides: list, major: int) -> Iterator[tuple]:
 
 def _packed_cases(weight: str, major: int) -> Iterator[tuple]:
     bits, per_word = ("*i32", 1) if weight == "*fp32" else ("*i16", 2)
-    types, options = ["*i32", bits, bits, *["i32"] * 5], {"num_warps": packed.UNPACK_WARPS}
-    yield "unpack_weight", packed._unpack_kernel, types, {"PER_WORD": per_word}, options
-    types, options = ["*i32", weight, weight, "*fp32", *["i32"] * 7], packed.linear_options(major)
-    constants = {"PER_WORD": per_word, "BLOCK_T": packed.BLOCK_T}
-    yield "packed_linear", packed._linear_kernel, types, constants, options
-    types, constants = ["*fp32", weight, weight, *["i32"] * 3], {"BIAS": True, "BLOCK_R": packed.BLOCK_R}
-    yield "packed_linear add", packed._add_kernel, types, constants, {"num_warps": packed.ADD_WARPS}
+    types, constants = ["*i32", bits, *["i32"] * 5], {"PER_WORD": per_word, "LANES": packed.UNPACK_LANES}
+    options = packed.options_of(packed.UNPACK_LANES, per_word, major)
+    yield "unpack_weight", packed._unpack_kernel, types, constants, options
+    for cols, groups in ((1024, 1), (4096, 1), (4096, 2)):
+        lanes = packed.lanes_of(cols // 256)
+        constants = {"BIAS": True, "PER_WORD": per_word, "LANES": lanes, "GROUPS": groups}
+        types, options = ["*i32", weight, weight, weight, *["i32"] * 6], packed.options_of(lanes, per_word, major)
+        yield f"packed_linear C={cols} groups={groups}", packed._linear_kernel, types, constants, options
 
 
 def _nm_cases(weight: str, strides: list) -> Iterator[tuple]:
