@@ -124,8 +124,8 @@ def _current_weight(target: Target, modules: Collection[nn.Module]) -> Tensor | 
             return None
         if weight is _GONE or target.module not in modules or not _is_plain(weight):
             raise UserError(
-                f"keep_zeros: {target.name} was replaced, parametrised or converted meanwhile; call remove() before such "
-                f"a change, and keep_zeros() after it"
+                f"keep_zeros: {target.name} was replaced, parametrised or converted meanwhile; call remove() before "
+                f"such a change, and keep_zeros() after it"
             )
         return target.weight
     # not target.weight, which stays in the memory of before when the model is moved or converted
