@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from test_packed import logits, sparse
 from test_save import pruned_model
 
-from fwanda_pruner import Report, UserError, load_model, load_packed, pack_, prune, save_pruned, unpack_
+from fwanda_pruner import Report, UserError, load_model, load_packed, pack_, progress, prune, save_pruned, unpack_
 from fwanda_pruner.cli import main
 from fwanda_pruner.formats.files import atomic_folder
+from fwanda_pruner.run import convert
 from fwanda_pruner.run.bench import bench
 from fwanda_pruner.run.convert import pack_folder, unpack_folder
 
@@ -154,3 +155,19 @@ def test_conversions_under_a_limit_of_the_size_of_files_leave_nothing(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "ulimit -f" in done.stderr.splitlines()[-1], done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_bar_counts_the_tensors_that_are_converted(tmp_path, monkeypatch):
+    counted = []
+
+    def bar(**facts):
+        counted.append(facts["total"])
+        return progress.progress_bar(**facts)
+
+    monkeypatch.setattr(convert, "progress_bar", bar)
+    monkeypatch.setattr(progress._Lines, "update", lambda self, count=1: counted.append(count))
+    sparse(tiny.llama()).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    convert.pack_folder(tmp_path / "model", tmp_path / "packed")
+    convert.unpack_folder(tmp_path / "packed", tmp_path / "dense")
+    assert counted == 2 * [14, *[1] * 14]

@@ -46,6 +46,13 @@ def test_every_stage_of_a_run_is_counted(settings, capsys):
     assert "prune" in titles and titles[-1] == "perplexity of the pruned model"
 
 
+def test_a_run_that_reads_no_text_announces_none(capsys):
+    prune(method="magnitude", no_check=True, eval=None, calibration=None)
+    assert [title for *_, title in stages(capsys.readouterr().err)] == [
+        "decide how many weights each row keeps", "prune",
+    ]  # fmt: skip
+
+
 def test_given_statistics_leave_a_stage_out(capsys):
     config = fwanda_pruner.PruneConfig(nsamples=16, seqlen=24)
     statistics = fwanda_pruner.collect(tiny.llama(), config=config, calibration=tiny.tokens(16, 24))

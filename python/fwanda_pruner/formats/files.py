@@ -280,12 +280,12 @@ def resolved_output(path: str | Path) -> Path:
         raise UserError(f"output {show(str(path), 200)} is not a usable path: {reason}") from error
     if has_control(str(resolved)):
         raise UserError(f"output {show(str(resolved))} holds an unprintable character; choose another name")
-    if resolved.exists() and not (resolved.is_file() or resolved.is_dir()):
-        raise UserError(f"output {resolved} is a device, a pipe or a socket; choose another name")
     if too_long:
         raise UserError(
             f"output {str(path)[:80]}...: its name has more than {_LONGEST_NAME} bytes; choose a shorter one"
         )
+    if resolved.exists() and not (resolved.is_file() or resolved.is_dir()):
+        raise UserError(f"output {resolved} is a device, a pipe or a socket; choose another name")
     return resolved
 
 

@@ -166,9 +166,11 @@ def sparsity_map(run: Run) -> HeatMap:
 
 
 def disagreement_map(run: Run) -> HeatMap | None:
-    """Share of mask entries unlike Wanda's by block and kind; None if it was not measured."""
+    """Share of mask entries unlike Wanda's by block and kind; None if it was not measured, or if all are alike."""
     rows = [row for row in run.pruned if row.wanda_disagreement is not None]
-    return _heat_map([(row, row.wanda_disagreement * row.numel) for row in rows]) if rows else None
+    if not any(row.wanda_disagreement for row in rows):
+        return None
+    return _heat_map([(row, row.wanda_disagreement * row.numel) for row in rows])
 
 
 def _heat_map(rows: Sequence[tuple[MatrixRow, float]]) -> HeatMap:

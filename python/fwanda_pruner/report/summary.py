@@ -262,7 +262,7 @@ def _domain_grid(rows: list[tuple[str, Report]]) -> str:
     """A row for each domain; the label of a run stands in the first of its rows."""
     wanda = shows_wanda(report for _, report in rows)
     keys = ["dense", *["wanda"] * wanda, "pruned"]
-    cells = [("model", "text", *({"wanda": "Wanda's masks"}.get(key, key) for key in keys), "windows", "")]
+    cells = [("model", "text", *({"wanda": "Wanda's masks"}.get(key, key) for key in keys), "windows", "note")]
     for label, report in rows:
         for number, domain in enumerate(report.domains):
             losses = (_loss(domain[key]) for key in keys)

@@ -7,10 +7,13 @@ Fused experts that files hold one by one are the exception: transformers splits 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from ..errors import UserError
 from ..formats import dense
@@ -18,10 +21,11 @@ from ..formats.audit import WrongZeros, stored_tensors
 from ..formats.files import atomic_folder, check_output
 from ..formats.source import carry_files
 from ..model.checks import refuse_pipes
+from ..model.lazy import LazyTensor
 from ..model.load import is_packed, load_model, load_packed
 from ..model.pack import pack_lazily_, unpack_lazily_
 from ..notes import warn
-from ..progress import begin_stage, planned
+from ..progress import begin_stage, planned, progress_bar
 from ..report.record import FILE_NAME, Report
 from ..stage_names import StageName
 from .save import save_pruned
@@ -83,7 +87,8 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
         if report is not None:
             report.config = {**report.config, "save": save}
             try:
-                save_pruned(model, tokenizer, report, output, overwrite=overwrite)
+                with _conversion_shown(model, f"write {save}"):
+                    save_pruned(model, tokenizer, report, output, overwrite=overwrite)
             except WrongZeros as error:
                 raise UserError(
                     f"{source}: its weights are not those of its {FILE_NAME} ({error}); move {FILE_NAME} out of the "
@@ -91,12 +96,32 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
                 ) from error
         else:
             with atomic_folder(output, overwrite=overwrite, needed_bytes=dense.model_bytes(model)) as folder:
-                dense.write(folder, model, tokenizer)
+                with _conversion_shown(model, f"write {save}"):
+                    dense.write(folder, model, tokenizer)
                 unread = carry_files(model, tokenizer, folder)
             if unread:
                 warn(f"{', '.join(unread)} could not be read and copied")
     before, after = (_weight_bytes(folder) for folder in (source, output))
     return f"{output}: weights take {after / 1e6:.1f} MB, {after / before:.1%} of the {before / 1e6:.1f} MB in {source}"
+
+
+@contextmanager
+def _conversion_shown(model, label: str) -> Iterator[None]:
+    """Inside the block, a bar counts the tensors that are converted, each as it is written."""
+    waiting = [tensor for tensor in (*model.parameters(), *model.buffers()) if isinstance(tensor, LazyTensor)]
+    with progress_bar(total=len(waiting), label=label, unit="tensors") as bar:
+        for tensor in waiting:
+            tensor.make = _counted(tensor.make, bar)
+        yield
+
+
+def _counted(make: Callable[[], Tensor], bar) -> Callable[[], Tensor]:
+    def made() -> Tensor:
+        tensor = make()
+        bar.update()
+        return tensor
+
+    return made
 
 
 def _keep_dtypes(model, folder: str | Path) -> None:

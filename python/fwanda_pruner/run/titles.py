@@ -27,7 +27,7 @@ def stage_titles(
     wanted = [
         (StageName.LOAD, saves),
         (StageName.SAMPLE, own_windows(config, **reads) > 0),
-        (StageName.TEXT, True),
+        (StageName.TEXT, evaluates or any(reads.values())),
         (StageName.EVAL_DENSE, evaluates),
         (StageName.CALIBRATE, config.reads_statistics and statistics is None),
         (StageName.CHOOSE, config.responds),
