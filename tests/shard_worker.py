@@ -46,10 +46,12 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], dict]] = {  # name -> model, sett
     "fsparsegpt-2:4": (LLAMA, {"method": "fsparsegpt", "pattern": "2:4"}),
     "few windows": (LLAMA, {"method": "sparsegpt", "calibration": FEW}),
     "micro-batch": (LLAMA, {"method": "fwanda", "micro_batch": "3", "order": "sequential"}),
+    "a pass less": (LLAMA, {"method": "sparsegpt", "micro_batch": "2", "calibration": TEXT[:6]}),
     "checkpointing": (LLAMA, {"method": "fwanda", "checkpointing": "on"}),
     "exclude": (partial(tiny.build, "gpt_oss"), {"method": "wanda", "exclude": ("*.2.down_proj", "*.q_proj")}),
     "gpt2": (partial(tiny.build, "gpt2"), {"method": "wanda", "order": "sequential"}),
     "llava": (partial(tiny.build, "llava"), {"method": "fwanda"}),
+    "opt": (partial(tiny.build, "opt"), {"method": "sparsegpt"}),  # its blocks lie in model.decoder
     "mixtral": (partial(tiny.build, "mixtral"), {"method": "sparsegpt"}),
     "qwen3_moe": (partial(tiny.build, "qwen3_moe"), {"method": "fwanda", "allocation": "response"}),
 }

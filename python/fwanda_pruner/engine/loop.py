@@ -92,7 +92,10 @@ class Windows(Protocol):
     compiled_modules: Sequence[nn.Module]
 
     def ready(self, group: range, size: int) -> AbstractContextManager[None]:
-        """Entered around the passes of a group, before the sums; `size` is the micro-batch, which may still grow."""
+        """Entered around the passes of a group, before the sums; `size` is the micro-batch, which may still grow.
+
+        An empty group stands for idle() alone.
+        """
 
     def run(self, start: int, size: int) -> None:
         """Runs the windows [start, start + size)."""
@@ -152,7 +155,7 @@ def run_windows(
             merging.add(Node(0, group.number), sums.tensors())
             sums.clear()
     if missing:
-        with windows.ready(range(1), 1):
+        with windows.ready(range(0), settings.micro_batch or 1):
             for _ in range(missing):
                 windows.idle()
     ranks.merge(sums, merging, windows.device)

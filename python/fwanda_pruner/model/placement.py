@@ -27,9 +27,11 @@ def blocks_lie_apart(model: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The part of a model that holds its decoder blocks, without the output head; the model itself if there is none."""
-    first, _, rest = find_blocks(model)[0].partition(".")
-    return model.get_submodule(first) if rest else model
+    """The innermost module that runs the decoder blocks; the model itself if it does so without a part of its own."""
+    path = find_blocks(model)[0].rpartition(".")[0]
+    while isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+    return model.get_submodule(path)
 
 
 def is_sharded(model: nn.Module) -> bool:
