@@ -272,7 +272,7 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     "file of the user": (
         "`--output` or `--html` names a folder or a file in which the user's own files lie, or `--overwrite` a folder "
         "with the file of `--config`",
-        "refused in one line before the model is loaded; no file is replaced that fwanda has not written",
+        "refused in one line before the model is loaded; only `--overwrite` replaces what fwanda has not written",
     ),
     "unused statistics": (
         "Given statistics change the order of the run, or are not used",

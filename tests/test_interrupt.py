@@ -42,6 +42,15 @@ def folder(tmp_path_factory) -> Path:
     return make_folder(tmp_path_factory.mktemp("interrupt"))
 
 
+def test_a_rank_ends_after_its_exit_functions_and_with_all_its_output():
+    code = (
+        "import atexit; from fwanda_pruner import __main__; atexit.register(print, 'last'); print('first', end=' '); "
+    )
+    argv = [sys.executable, "-c", code + "__main__._end(3)"]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "first last\n", "")
+
+
 @pytest.mark.fault("Ctrl-C")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_shows_no_traceback(moment, folder, tmp_path):

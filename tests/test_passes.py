@@ -151,8 +151,8 @@ def test_a_window_that_never_fits_is_one_line(settings):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"micro_batch": "0"}, "--micro-batch must be auto or a number of sequences, got '0'"),
-        ({"micro_batch": "x"}, "--micro-batch must be auto or a number of sequences, got 'x'"),
+        ({"micro_batch": "0"}, "--micro-batch must be auto or a number of windows, got '0'"),
+        ({"micro_batch": "x"}, "--micro-batch must be auto or a number of windows, got 'x'"),
         ({"compile": "maybe"}, "--compile must be one of auto, on, off, got 'maybe'"),
         ({"compile": "on", "checkpointing": "on"}, "--compile on contradicts --checkpointing on"),
         ({"max_memory": "16"}, "--max-memory must be a size above 0, e.g. 16GiB or 900MB, got '16'"),

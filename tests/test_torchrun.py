@@ -136,7 +136,7 @@ def test_one_process_does_not_resume_what_ranks_began(folder, tmp_path, launcher
     launcher.run(2, tmp_path / "streams", command, (1, "prune", "kill"))
     done = fwanda([*command, "--resume"])
     assert done.returncode == 2
-    assert 'had windows "16 groups", this one has "one group"' in own_lines(done.stderr)[-1]
+    assert 'had start "by torchrun", this one has "without torchrun"' in own_lines(done.stderr)[-1]
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["prune", "--methd", "wanda"]])

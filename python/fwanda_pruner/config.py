@@ -296,7 +296,7 @@ class PruneConfig:
 
     def _check_memory(self) -> None:
         if self.micro_batch != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", self.micro_batch):
-            raise UserError(f"--micro-batch must be auto or a number of sequences, got {show(self.micro_batch)}")
+            raise UserError(f"--micro-batch must be auto or a number of windows, got {show(self.micro_batch)}")
         if self.compile == self.checkpointing == "on":
             raise UserError("--compile on contradicts --checkpointing on; give only one of them")
         if self.max_memory is not None and not self.memory_limit:

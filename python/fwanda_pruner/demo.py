@@ -194,17 +194,17 @@ def _print_table(rows: list[_Row], shared: _Shared) -> None:
     print(f"\nSmolLM2-135M-Instruct on CPU, {float(_SPARSITY):.0%} of the weights in its blocks removed.")
     print(f"Perplexity is measured on {windows} windows of {length} tokens of the documentation of Python")
     print(f"{platform.python_version()}, which calibration did not read.\n")
-    print(f"{'':36} {'sparsity in files':>17} {'perplexity':>11} {'seconds':>8}")
-    print(f"{'dense model':36} {'':17} {shared.dense:11.2f}")
+    print(f"{'':41} {'sparsity in files':>17} {'perplexity':>11} {'seconds':>8}")
+    print(f"{'dense model':41} {'':17} {shared.dense:11.2f}")
     for row in rows:
         name, seconds = f"{row.method} {row.allocation}", row.report.seconds
         calibration = seconds.get(StageName.CALIBRATE.value, 0.0)
         passes = "forward, backward" if row.method == _FISHER_METHOD else "forward"
         first = row.method not in (other.method for other in rows[: rows.index(row)])
         if calibration and first:
-            print(f"{f'calibration for {row.method}: {passes}':36} {'':29} {calibration:8.1f}")
+            print(f"{f'calibration for {row.method}: {passes}':41} {'':29} {calibration:8.1f}")
         spent = pruning_seconds(seconds) - calibration
-        print(f"{name:36} {row.report.sparsity['matrices']:17.4f} {row.pruned:11.2f} {spent:8.1f}")
+        print(f"{name:41} {row.report.sparsity['matrices']:17.4f} {row.pruned:11.2f} {spent:8.1f}")
     print("One calibration serves all runs of a method. SparseGPT calibrates while it prunes.")
 
 

@@ -111,9 +111,9 @@ class Ranks:
         self._group, self._cuda = group, cuda
 
     @property
-    def division(self) -> str:
-        """How windows are divided, which decides in which order sums add up."""
-        return "one group" if self.alone else f"{GROUPS} groups"
+    def start(self) -> str:
+        """How this process was started, which decides in which order sums add up."""
+        return "without torchrun" if self.alone else "by torchrun"
 
     @classmethod
     def current(cls) -> Ranks:

@@ -353,13 +353,16 @@ def measure_statistics(
     and "mean" its ablation "Which Fisher matters".
     """
     if fisher is None or fisher_windows is None or len(fisher_windows) == len(tokens):
-        statistics = _measure(engine, tokens, fisher, seed, unfinished)
+        label = "calibrate (forward only)" if fisher is None else "calibrate (forward and backward)"
+        statistics = _measure(engine, tokens, fisher, seed, unfinished, label)
     else:
         others = torch.ones(len(tokens), dtype=torch.bool, device="cpu")
         others[fisher_windows] = False
         # the backward pass comes last: the peak of the memory is that of the last windows, and it needs the most
-        inputs = _measure(engine, tokens[others], None, seed, unfinished)
-        statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished).with_inputs_of(inputs)
+        label = "calibrate, part 1 of 2 (forward only)"
+        inputs = _measure(engine, tokens[others], None, seed, unfinished, label)
+        label = "calibrate, part 2 of 2 (forward and backward)"
+        statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished, label).with_inputs_of(inputs)
     warn_unseen([target.name for target in engine.targets if not statistics.n_tokens[target.name]])
     statistics.weights = fingerprint(engine)
     statistics.check(engine.targets, fisher=fisher is not None)
@@ -367,7 +370,12 @@ def measure_statistics(
 
 
 def _measure(
-    engine: Engine, tokens: Tensor, fisher: str | None, seed: int, unfinished: Callable[[str], Unfinished] | None
+    engine: Engine,
+    tokens: Tensor,
+    fisher: str | None,
+    seed: int,
+    unfinished: Callable[[str], Unfinished] | None,
+    label: str,
 ) -> Statistics:
     """One forward pass over windows [S, L], and the backward pass of each with `fisher`."""
     modules = {target.name: target.module for target in engine.targets}
@@ -378,7 +386,7 @@ def _measure(
         sums,
         backward=fisher is not None,
         label_seed=seed if fisher == "true" else None,
-        label="calibrate (forward only)" if fisher is None else "calibrate (forward and backward)",
+        label=label,
         unfinished=None if unfinished is None else unfinished(name),
     )
     statistics = Statistics.of_sums(sums.tensors(), engine.targets, fisher, engine.device)

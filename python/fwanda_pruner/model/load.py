@@ -336,7 +336,7 @@ def _folder(name: str) -> Path | None:
     if name and path.is_dir():
         refuse_pipes(path)
         if not (path / "config.json").is_file():
-            raise UserError(f"model {name!r}: the folder has no config.json, so it is not a Hugging Face model")
+            raise UserError(f"model {name!r}: the folder has no config.json; give the folder of a Hugging Face model")
         return path
     if not name or name[0] in "./~" or name.endswith("/") or name.count("/") > 1 or "\\" in name:
         raise UserError(f"model {name!r}: no such folder; check the path")

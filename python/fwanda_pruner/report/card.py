@@ -17,6 +17,9 @@ from .record import FILE_NAME, Report
 
 _DATASETS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}  # names of texts -> data sets of the Hub
 _KNOWN = {"smollm2": {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0", "language": "en"}}
+_DEQUANTISED = (
+    "The weights were read from a GGUF file. Where it is quantised, they are not exactly those of the original."
+)
 _INHERITED = ("license", "license_name", "license_link", "language")
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)", re.ASCII)  # folder of a model in the cache of the Hub
@@ -43,6 +46,7 @@ def model_card(report: Report, *, multimodal: bool = False, note: str | None = N
         f"---\n{_metadata(run, task).to_yaml()}\n---",
         f"# {_escaped(name)}, pruned by {_escaped(method_title(report.config.get('method')) or 'fwanda')}",
         _escaped(run.sentence_of(name, _public)),
+        *([_DEQUANTISED] if _is_gguf(run.model) else []),
         *([_escaped(note)] if note else []),
         f"## What was done\n\n{_table(('', ''), _facts(run))}",
         *_quality(report),
@@ -50,6 +54,10 @@ def model_card(report: Report, *, multimodal: bool = False, note: str | None = N
         f"## Limits\n\n{_PACKED if packed else _DENSE} {_LIMITS.format(file=FILE_NAME)}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _is_gguf(name: str) -> bool:
+    return name == "smollm2" or name.lower().endswith(".gguf")
 
 
 def _metadata(run: Run, task: str) -> ModelCardData:

@@ -225,7 +225,9 @@ class Report:
         except UserError as error:
             raise UserError(f"report {file}: {error}") from None
         except (OSError, ValueError, RecursionError, OverflowError) as error:
-            raise UserError(f"report {str(file)[:200]}: cannot be read as JSON: {one_line(error, 200)}") from None
+            raise UserError(
+                f"report {str(file)[:200]}: cannot be read as JSON: {one_line(error, 200)}; give a {FILE_NAME}"
+            ) from None
 
 
 def versions(device: torch.device | str | None = None) -> dict[str, str | None]:

@@ -53,6 +53,8 @@ def read_file(path: Path) -> list[str | Conversation]:
         raise UserError(f"{path}: not UTF-8 text: {one_line(error)}") from error
     except (EOFError, zlib.error) as error:
         raise UserError(f"{path}: not a whole gzip file: {one_line(error)}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; give a .txt, .jsonl, .json or .parquet file, or 'sample'") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
     if all(isinstance(document, str) and (not document or document.isspace()) for document in documents):
