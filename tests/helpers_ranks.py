@@ -67,8 +67,11 @@ def environment() -> dict[str, str]:
     return {**given, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(ranks: int, *argv: str) -> subprocess.CompletedProcess:
-    """Runs a command of `fwanda` by torchrun."""
+def torchrun(ranks: int, *argv: str, more: str = "") -> subprocess.CompletedProcess:
+    """Runs a command of `fwanda` by torchrun; the last rank gets the words of `more`, too."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     given = {"capture_output": True, "text": True, "timeout": 240, "env": environment()}
-    return subprocess.run([*launch, "-m", "fwanda_pruner", *argv], **given)
+    if not more:
+        return subprocess.run([*launch, "-m", "fwanda_pruner", *argv], **given)
+    script = f'[ $RANK = {ranks - 1} ] && set -- "$@" {more}; exec "$0" -m fwanda_pruner "$@"'
+    return subprocess.run([*launch, "--no-python", "bash", "-c", script, sys.executable, *argv], **given)

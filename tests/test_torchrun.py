@@ -121,6 +121,16 @@ def test_a_rank_that_fails_ends_all_with_one_line_and_the_run_resumes_on_other_r
     assert left(tmp_path) == ["out"]
 
 
+@pytest.mark.fault("rank fails")
+@pytest.mark.parametrize(("more", "name"), [("--engine sharded", "engine"), ("--dry-run", "dry_run")])
+def test_ranks_with_other_arguments_are_one_line(folder, tmp_path, more, name):
+    done = torchrun(2, *arguments(folder, tmp_path / "out", method=METHOD), more=more)
+    assert done.returncode == 1
+    (error,) = [text for text in done.stderr.splitlines() if text.startswith("fwanda")]
+    assert error.endswith(f": rank 1 has other {name} than rank 0: give all ranks the same")
+    assert left(tmp_path) == []
+
+
 @pytest.mark.fault("Ctrl-C")
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(folder, tmp_path, launcher):
     command = arguments(folder, tmp_path / "out", method=METHOD)

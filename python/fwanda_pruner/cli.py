@@ -119,7 +119,7 @@ def _run(argv: list[str] | None, job: Job | None = None) -> int:
         return _print(Result(str(stop.code)))
     _check_folder()
     _check_backend()
-    with joined(job, args.run):
+    with joined(job, args):
         return _run_command(args)
 
 

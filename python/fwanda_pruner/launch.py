@@ -5,6 +5,7 @@ Without torchrun, a command is one process and uses none of this. torchrun sets 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -115,6 +116,16 @@ class Job:
                 f"{_CONNECT_SECONDS} s: {one_line(error)}); correct these variables, or start the ranks by torchrun"
             ) from error
 
+    def check_same(self, arguments: dict[str, object]) -> None:
+        """Refuses ranks that were given other arguments: they would wait for each other for ever.
+
+        Raises:
+            UserError: naming a rank and an argument.
+        """
+        from .engine.ranks import Ranks
+
+        Ranks.current().check_same(lambda: arguments)
+
     def leave(self) -> None:
         """Waits for the other ranks at the end of a command, and leaves the process group."""
         import torch.distributed as dist
@@ -199,22 +210,24 @@ class Job:
 
 
 @contextlib.contextmanager
-def joined(job: Job | None, run: Callable) -> Iterator[None]:
+def joined(job: Job | None, args: argparse.Namespace) -> Iterator[None]:
     """Inside the block, the ranks of a job share the work of a command.
 
     Args:
         job: None if there is one process; the block then runs as it is.
-        run: the function of the command.
+        args: of the command, whose function is `run`.
 
     Raises:
-        UserError: the command does not divide its work, or the other ranks cannot be reached.
+        UserError: the command does not divide its work, or the other ranks cannot be reached or have other arguments.
     """
     if job is None:
         yield
         return
-    if run.__name__ not in _DIVIDED:
-        raise UserError(f"fwanda {run.__name__} runs in one process; start it without torchrun")
+    command = args.run.__name__
+    if command not in _DIVIDED:
+        raise UserError(f"fwanda {command} runs in one process; start it without torchrun")
     job.join()
+    job.check_same({"command": command, **{name: value for name, value in vars(args).items() if name != "run"}})
     yield
     job.leave()
 
