@@ -326,6 +326,14 @@ def test_a_device_of_a_huge_number_is_one_line(device):
         statistics().to(device)
 
 
+@pytest.mark.fault("value of Python")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:9", torch.device("cuda:9")], ids=str)
+def test_a_device_that_this_machine_lacks_is_one_line_that_names_it(device):
+    with pytest.raises(UserError, match=f"^device '{device}': torch finds 0 CUDA devices here; use cpu or auto$"):
+        statistics().to(device)
+
+
 @pytest.mark.fault("odd config")
 def test_a_matrix_without_a_weight_is_one_line():
     model = tiny.llama()

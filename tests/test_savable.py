@@ -1,6 +1,7 @@
 """What could stop the saving of a model is found before calibration; what is saved behaves as the model did."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import GenerationConfig
 import fwanda_pruner
 from fwanda_pruner import Report, UserError, load_model, save_pruned
 from fwanda_pruner.cli import main
+from fwanda_pruner.engine.memory import allocate_large
 from fwanda_pruner.run.save import check_savable
 
 TOKENS = tiny.tokens(4, 16)
@@ -346,3 +348,23 @@ def test_a_model_from_nowhere_is_saved_without_extras(name, tmp_path, monkeypatc
     report = fwanda_pruner.prune(model, method="magnitude", progress=False)
     save_pruned(model, None, report, tmp_path / "out")
     assert not (tmp_path / "out" / "LICENSE").exists() and report.warnings == []
+
+
+def no_folder():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+
+
+@pytest.mark.fault("read-only")
+@pytest.mark.parametrize("name, value", [("gettempdir", no_folder), ("tempdir", "/dev/null")])
+def test_a_run_that_saves_nothing_needs_no_temporary_folder(name, value, monkeypatch):
+    monkeypatch.setattr(tempfile, name, value)
+    report = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), method="wanda", calibration=TOKENS, progress=False)
+    assert report.sparsity["matrices"] == 0.5
+
+
+@pytest.mark.fault("read-only")
+def test_pruned_weights_that_fit_neither_ram_nor_a_temporary_folder_are_one_line(monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(UserError, match="nor on the disk of the temporary folder: .*; let TMPDIR name a folder"):
+        allocate_large((2**50,), torch.ones(1))

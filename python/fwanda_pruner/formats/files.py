@@ -259,7 +259,7 @@ def _named(temporary: Path, output: Path) -> Iterator[None]:
         raise
 
 
-def system_error(error: Exception) -> int:
+def system_error(error: BaseException | None) -> int:
     """The number (errno) of an error of the system; 0 for another error."""
     # safetensors and tokenizers give the number only in their text
     return getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])

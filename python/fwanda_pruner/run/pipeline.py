@@ -41,7 +41,7 @@ from .read_texts import own_windows, read_texts
 from .save import check_savable
 from .stage import Stages
 from .state import RunState
-from .texts import Texts, check_ids, protocol, sources_of, with_sources
+from .texts import Texts, check_ids, sources_of, with_sources
 from .titles import calibration_titles, stage_titles
 
 _in_use: set[int] = set()  # ids of the models of running calls
@@ -338,7 +338,7 @@ def evaluate_model(
         _check_ranks(engine, config, texts.evaluation.values())
         found = [
             {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
-            | protocol(windows, texts.bos, tokenizer)
+            | texts.protocol_of(source, tokenizer)
             for source, windows in texts.evaluation.items()
         ]
         return {"perplexity": found, "sparsity": _zero_shares(count_weights(engine))}

@@ -1,5 +1,6 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
+import errno
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from ..engine.ranks import Ranks
 from ..errors import UserError
 from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongFiles, WrongZeros, ZeroCount
-from ..formats.files import atomic_folder, remove_leftovers, trial_folder
+from ..formats.files import atomic_folder, remove_leftovers, system_error, trial_folder
 from ..formats.source import carry_files, lost_tensors
 from ..model.arguments import expect_model, expect_type
 from ..model.names import check_names
@@ -36,15 +37,20 @@ def check_savable(model, tokenizer=None, output: str | Path | None = None) -> No
     Args:
         model: the model to be pruned.
         tokenizer: None, or one that cannot be saved at all, is left out.
-        output: where the pruned model will be saved; None: only the model and the tokenizer are tried.
+        output: where the pruned model will be saved; None: only the model and the tokenizer are tried, if there is a
+            temporary folder for that.
 
     Raises:
         UserError: no folder can be made at `output`, or the config, the generation config or the tokenizer cannot be
             saved or could not be loaded again.
     """
-    place = Path(tempfile.gettempdir(), "fwanda-trial") if output is None else output
-    with trial_folder(place) as folder:
-        dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
+    try:
+        with trial_folder(Path(tempfile.gettempdir(), "fwanda-trial") if output is None else output) as folder:
+            dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
+    except (OSError, UserError) as error:  # gettempdir() raises OSError where no folder can be written
+        refused = isinstance(error, OSError) or system_error(error.__cause__) not in (0, errno.ENOENT)
+        if output is not None or not refused:  # ENOENT: a file of the tokenizer is gone
+            raise
 
 
 def save_pruned(

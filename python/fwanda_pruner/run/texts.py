@@ -60,7 +60,8 @@ class Texts:
         labels: [S] int64, for each calibration window the index of its source in config.sources; None as calibration.
         evaluation: source -> [S, L] int64, in the order of the record.
         domains: windows for comparisons, and for the choice of an allocation.
-        bos: whether windows begin with BOS; None if all texts are token ids, which decide nothing.
+        bos: whether windows of texts by name begin with BOS; None if all texts are token ids, which are used as given.
+        ids: the sources in `evaluation` that were given as token ids.
     """
 
     calibration: Tensor | None
@@ -68,6 +69,11 @@ class Texts:
     evaluation: dict[str, Tensor]
     domains: tuple[Domain, ...]
     bos: bool | None
+    ids: tuple[str, ...] = ()
+
+    def protocol_of(self, source: str, tokenizer) -> dict:
+        """protocol() of an evaluation text."""
+        return protocol(self.evaluation[source], None if source in self.ids else self.bos, tokenizer)
 
 
 def with_sources(
