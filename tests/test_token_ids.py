@@ -109,7 +109,8 @@ def test_of_token_ids_no_record_says_that_bos_was_added_or_left_out(bos):
     with pytest.warns(UserWarning, match=expected):
         found = evaluate_model(tiny.llama(), eval=IDS, bos=bos, progress=False)
     assert report.bos is report.perplexity[0]["bos"] is statistics.bos is found["perplexity"][0]["bos"] is None
-    assert any("--bos" in text for text in report.warnings) and "BOS as in the token ids" in protocol_line(report.perplexity[0])
+    assert any("--bos" in text for text in report.warnings)
+    assert "BOS as in the token ids" in protocol_line(report.perplexity[0])
 
 
 def test_beside_token_ids_a_text_by_name_has_the_bos_that_was_asked(tmp_path):
@@ -121,3 +122,13 @@ def test_beside_token_ids_a_text_by_name_has_the_bos_that_was_asked(tmp_path):
         statistics = collect(tiny.llama(), tiny.tokenizer(), calibration=text, nsamples=16, seqlen=24, bos="window")
     assert not any("--bos" in str(entry.message) for entry in shown)
     assert [entry["bos"] for entry in report.perplexity] == [True, None] and report.bos is statistics.bos is True
+
+
+@pytest.mark.fault("negated view")
+@pytest.mark.parametrize("call, argument", CALLS)
+def test_negated_views_are_read_as_their_values(call, argument):
+    def of(ids):
+        found = read(call, argument, ids)
+        return found if call is evaluate_model else found.tokens_sha256
+
+    assert of(torch._neg_view(-IDS)) == of(IDS)

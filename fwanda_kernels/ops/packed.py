@@ -131,7 +131,7 @@ def read_packed_header(packed: Tensor) -> PackedHeader:
     """
     op = "read_packed_header"
     checks.expect_dense(op, "packed", packed)
-    _expect_values(op, "packed", packed)
+    checks.expect_values(op, "packed", packed)
     if packed.dim() != 1 or packed.dtype != torch.uint8:
         raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     head = bytes(packed[:_HEADER].tolist())
@@ -350,14 +350,9 @@ def _places(kept: Tensor, per_word: int) -> tuple[Tensor, Tensor]:
     return torch.where(word < words, place, end + odd - 1), (end + odd[:, -1:]).view(-1)
 
 
-def _expect_values(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise ValueError(f"{op}: {name} is on the meta device and holds no numbers; give it on a real device")
-
-
 def _shape_of(op: str, weight: Tensor, mask: Tensor | None) -> torch.Size:
     checks.expect_weight(op, weight)
-    _expect_values(op, "weight", weight)
+    checks.expect_values(op, "weight", weight)
     if mask is not None:
         checks.expect(op, "mask", mask, weight.shape, BOOL, weight)
     return weight.shape

@@ -190,7 +190,7 @@ def given_tokens(tokens: Tensor, seqlen: int) -> Tensor:
     if floating or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] != seqlen:
         got = f"{list(tokens.shape)} {str(tokens.dtype).removeprefix('torch.')}"
         raise UserError(f"tokens must be integer [S, seqlen] = [S >= 1, {seqlen}], got {got}")
-    ids = tokens.detach().to("cpu", torch.int64)
+    ids = tokens.detach().resolve_neg().to("cpu", torch.int64)
     if ids.min() < 0:
         raise UserError(f"tokens must not be negative, got {int(ids.min())}")
     return ids
@@ -198,7 +198,7 @@ def given_tokens(tokens: Tensor, seqlen: int) -> Tensor:
 
 def tokens_sha256(tokens: Tensor) -> str:
     """Hash integer token ids: sha256, in hex, of their int64 little-endian bytes in row-major order."""
-    ids = tokens.detach().to("cpu", torch.int64).contiguous()
+    ids = tokens.detach().resolve_neg().to("cpu", torch.int64).contiguous()
     return hashlib.sha256(ids.numpy().astype("<i8", copy=False)).hexdigest()
 
 
