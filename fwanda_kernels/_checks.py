@@ -45,6 +45,14 @@ def describe_tensor(tensor: Tensor) -> str:
     return describe(tensor.shape, (tensor.dtype,), tensor.device)
 
 
+def is_dense(value: object) -> bool:
+    """A quick look at a value: whether expect_dense() need not look at it."""
+    if torch.compiler.is_compiling():
+        return isinstance(value, Tensor)
+    plain = type(value) in PLAIN_TYPES
+    return plain and value.layout == torch.strided and not value.is_nested and not value._is_zerotensor()
+
+
 def expect_dense(op: str, name: str, value: object) -> None:
     """Raise unless the value is a tensor with strides and memory of its own.
 
@@ -125,16 +133,8 @@ def expect_weights(op: str, weights: Sequence[Tensor]) -> list[torch.Size]:
 
 
 def _expect_each_dense(op: str, name: str, tensors: Sequence[Tensor]) -> None:
-    compiling, strided = torch.compiler.is_compiling(), torch.strided
     for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            expect_dense(op, f"{name}[{i}]", tensor)
-        elif not compiling and (
-            type(tensor) not in PLAIN_TYPES
-            or tensor.layout is not strided
-            or tensor.is_nested
-            or tensor._is_zerotensor()
-        ):
+        if not is_dense(tensor):
             expect_dense(op, f"{name}[{i}]", tensor)
 
 
