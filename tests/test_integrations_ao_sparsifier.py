@@ -259,9 +259,9 @@ def test_calls_without_masks_are_refused_in_one_line():
     "config, message",
     [
         ("0.weight", "^config must be a list of dicts"),
-        (["0.weight"], "^an entry of config must be a dict with a tensor_fqn"),
-        ([{}], "^an entry of config must be a dict with a tensor_fqn"),
-        ([{"tensor_fqn": 3}], "^an entry of config must be a dict with a tensor_fqn"),
+        (["0.weight"], "^each entry of config must be a dict with a tensor_fqn"),
+        ([{}], "^each entry of config must be a dict with a tensor_fqn"),
+        ([{"tensor_fqn": 3}], "^each entry of config must be a dict with a tensor_fqn"),
         ([{"tensor_fqn": "0.weight"}] * 2, "^0.weight is in the config twice"),
         ([{"tensor_fqn": "0.weight", "tensor_name": "bias"}], "^config does not fit the model: Given both"),
     ],

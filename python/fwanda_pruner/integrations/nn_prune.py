@@ -248,12 +248,12 @@ def _global_counts(config: PruneConfig, modules: list[nn.Linear], layers: list[f
     """
     try:
         return global_budgets(config, [module.weight.detach() for module in modules], layers)
-    except UserError:
-        raise
     except ValueError as error:
         for module, layer in zip(modules, layers, strict=True):
             check_finite(f"{_title(module)}.weight", module.weight.detach())
             check_finite(f"the input of {_title(module)}", layer.x2)
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"the modules cannot be ranked together: {one_line(error)}") from error
 
 
