@@ -132,3 +132,12 @@ def test_negated_views_are_read_as_their_values(call, argument):
         return found if call is evaluate_model else found.tokens_sha256
 
     assert of(torch._neg_view(-IDS)) == of(IDS)
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("call, argument", CALLS)
+@pytest.mark.parametrize("shape", [(0, 24), (16, 1), (16, 0)])
+def test_windows_without_a_token_to_predict_are_refused_by_the_name_of_the_argument(shape, call, argument):
+    with pytest.raises(UserError) as error:
+        read(call, argument, IDS.new_zeros(shape))
+    assert str(error.value) == f"{argument} as token ids must be [S, L] with S >= 1 and L >= 2, got {list(shape)}"

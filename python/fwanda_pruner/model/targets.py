@@ -165,7 +165,10 @@ def _shared_weights(model: nn.Module) -> set[int]:
 def _check_linear(name: str, module: nn.Module) -> None:
     if not isinstance(module.weight, Tensor):
         raise UserError(f"{name}.weight must be a tensor, got {type(module.weight).__name__}; load the model again")
-    if not isinstance(module.weight, nn.Parameter) or not module.weight.is_floating_point():
+    if not isinstance(module.weight, nn.Parameter) and "weight" in module._buffers:
+        raise UserError(f"{name}.weight is a buffer; make it a parameter: module.weight = nn.Parameter(weight)")
+    number = module.weight.is_floating_point() or module.weight.is_complex()
+    if not isinstance(module.weight, nn.Parameter) or not number:
         kind = f"{type(module).__name__} with a weight of {module.weight.dtype}"
         raise UserError(
             f"{name} is quantised or parametrised ({kind}); prune the original checkpoint, or remove the "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..config import PruneConfig, settings_of
 from ..engine.ranks import Ranks
-from ..errors import UserError
+from ..errors import UserError, has_control, show
 from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongFiles, WrongZeros, ZeroCount
 from ..formats.files import atomic_folder, remove_leftovers, system_error, trial_folder
@@ -95,6 +95,9 @@ def save_pruned(
     check_names(model)
     if not is_sharded(model):  # shard_() has checked it
         check_shared(model)
+    report.expect_valid()
+    if note is not None and has_control(note):
+        raise UserError(f"note must be one line of printable text, got {show(note)}")
     if report.config.get("save") in (None, "dense") and next(packed_weights(model), None) is not None:
         report.config = {**report.config, "save": "packed"}
     form = _format_of(report)
@@ -106,18 +109,19 @@ def save_pruned(
         dense.give_shares(model)
         return
     with _advice_on_zeros(), atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
-        with timed({} if StageName.SAVE.value in report.seconds else report.seconds, StageName.SAVE):
+        with timed(taken := {}, StageName.SAVE):
             form.write(folder, model, tokenizer)
             unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
         new = [text for text in [*notes, *([note] if note else [])] if text not in report.warnings]
-        saved = replace(report, warnings=[*report.warnings, *new])
+        seconds = {**report.seconds, **{name: s for name, s in taken.items() if name not in report.seconds}}
+        saved = replace(report, seconds=seconds, warnings=[*report.warnings, *new])
         card = model_card(saved, multimodal=is_multimodal(model), note=note)
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(saved.to_json(), encoding="utf-8")
         not_found = form.verify(folder, _expected_zeros(report), model=model, slices=_slices(report))
-    report.warnings += new
+    report.seconds, report.warnings = seconds, saved.warnings
     for text in notes:
         warn(text)
     if not_found:
@@ -184,7 +188,10 @@ def verify_finished(output: str | Path, config: PruneConfig, *, model: str, stat
 
 def _format_of(report: Report):
     """The module of the format that the record names; older records name none."""
-    return _FORMATS[report.config.get("save") or "dense"]
+    name = report.config.get("save") or "dense"
+    if not isinstance(name, str) or name not in _FORMATS:
+        raise UserError(f"config['save'] of the report must be one of {', '.join(_FORMATS)}, got {show(name)}")
+    return _FORMATS[name]
 
 
 def _expected_zeros(report: Report) -> dict[str, ZeroCount]:

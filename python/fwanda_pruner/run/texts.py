@@ -158,6 +158,8 @@ def check_ids(name: str, tokens: Any) -> None:
         raise UserError(f"{name} as token ids must be a plain tensor, got {fault}; make one by torch.tensor(ids)")
     if tokens.dim() != 2:
         raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
+    if tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise UserError(f"{name} as token ids must be [S, L] with S >= 1 and L >= 2, got {list(tokens.shape)}")
 
 
 def _fault_of_tensor(tokens: Tensor) -> str | None:
