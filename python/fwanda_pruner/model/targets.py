@@ -167,8 +167,7 @@ def _check_linear(name: str, module: nn.Module) -> None:
         raise UserError(f"{name}.weight must be a tensor, got {type(module.weight).__name__}; load the model again")
     if not isinstance(module.weight, nn.Parameter) and "weight" in module._buffers:
         raise UserError(f"{name}.weight is a buffer; make it a parameter: module.weight = nn.Parameter(weight)")
-    number = module.weight.is_floating_point() or module.weight.is_complex()
-    if not isinstance(module.weight, nn.Parameter) or not number:
+    if not isinstance(module.weight, nn.Parameter) or not module.weight.is_floating_point():
         kind = f"{type(module).__name__} with a weight of {module.weight.dtype}"
         raise UserError(
             f"{name} is quantised or parametrised ({kind}); prune the original checkpoint, or remove the "

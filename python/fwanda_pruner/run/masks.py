@@ -39,9 +39,9 @@ def masks(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
         if row.skipped is not None:
             continue
         target = weights.get(row.name)
-        if target is None or tuple(target.shape) != tuple(row.shape):
-            raise UserError(f"the model has no matrix {row.name} {list(row.shape)}: the report is of another model")
         try:
+            if target is None or tuple(target.shape) != tuple(row.shape):
+                raise UserError(f"the model has no matrix {row.name} {list(row.shape)}: the report is of another model")
             with whole(blocks[target.block]):
                 mask = target.weight != 0
         except (AttributeError, IndexError) as error:
