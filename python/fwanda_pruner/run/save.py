@@ -121,7 +121,8 @@ def save_pruned(
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(saved.to_json(), encoding="utf-8")
         not_found = form.verify(folder, _expected_zeros(report), model=model, slices=_slices(report))
-    report.seconds, report.warnings = seconds, saved.warnings
+        report.seconds = seconds
+    report.warnings += new
     for text in notes:
         warn(text)
     if not_found:
