@@ -89,7 +89,7 @@ class Statistics:
         return replace(self, x2=x2, n_tokens=counts, fisher_tokens=self.n_tokens)
 
     def layer(self, name: str) -> fk.LayerStatistics:
-        """The sums of one target, which give its norm and omega.
+        """The sums of one target, which give its norm and omega; its tensors are those of the statistics, no copies.
 
         Raises:
             UserError: the statistics have no target of this name.
