@@ -206,7 +206,7 @@ def test_a_statistics_file_that_does_not_say_its_text_is_refused(text, tmp_path)
     [
         (["--guard", "code:2"], "--guard 'code:2': only calibration texts take a share; write 'code'"),
         (["--calibration", "sample,code"], "--calibration 'sample,code': no such file; to name several texts, repeat"),
-        (["--eval", "missing.txt"], "--eval missing.txt: cannot be read"),
+        (["--eval", "missing.txt"], "--eval missing.txt: no such file"),
         (["--calibration", "none/at:3", "--calibration", "A b"], "--calibration 'A b': neither a file nor"),
     ],
     ids=str,
