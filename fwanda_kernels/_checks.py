@@ -17,6 +17,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP32, INT32, INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
 BOOL, UINT8 = (torch.bool,), (torch.uint8,)
@@ -44,8 +45,20 @@ def describe_tensor(tensor: Tensor) -> str:
     return describe(tensor.shape, (tensor.dtype,), tensor.device)
 
 
+def is_dense(value: object) -> bool:
+    """A quick look at a value: whether expect_dense() need not look at it."""
+    if torch.compiler.is_compiling():
+        return isinstance(value, Tensor)
+    plain = type(value) in PLAIN_TYPES
+    return plain and value.layout == torch.strided and not value.is_nested and not value._is_zerotensor()
+
+
 def expect_dense(op: str, name: str, value: object) -> None:
-    """Raise unless the value is a tensor with strides: not a list, an array of numpy, a sparse or a nested tensor."""
+    """Raise unless the value is a tensor with strides and memory of its own.
+
+    None are lists, arrays of numpy, sparse and nested tensors, zeros without memory as autograd makes them, and
+    subclasses that stand for other tensors, such as a DTensor.
+    """
     if not isinstance(value, Tensor):
         raise ValueError(f"{op}: {name} must be a torch.Tensor, got {_shown(value)}")
     if torch.compiler.is_compiling():  # inside an autograd function, dynamo reads no layout
@@ -53,6 +66,28 @@ def expect_dense(op: str, name: str, value: object) -> None:
     if value.layout != torch.strided or value.is_nested:
         layout = "a nested tensor" if value.is_nested else f"the layout {value.layout}"
         raise ValueError(f"{op}: {name} must be a dense tensor, got {layout}; pass tensor.to_dense()")
+    if type(value) not in PLAIN_TYPES and _stands_for_others(value):
+        kind = type(value).__name__
+        instead = "its to_local() or full_tensor()" if hasattr(value, "full_tensor") else "the tensor that it holds"
+        raise ValueError(f"{op}: {name} must be a plain tensor, got a {kind}; pass {instead}")
+    if value._is_zerotensor():
+        raise ValueError(f"{op}: {name} must have memory, got a tensor of zeros without any; pass tensor.clone()")
+
+
+def _stands_for_others(value: Tensor) -> bool:
+    """Whether a subclass of Tensor holds other tensors: a DTensor, a MaskedTensor, a quantised weight.
+
+    Subclasses without __tensor_flatten__, and results of collectives that wait for themselves, serve an op by their own
+    __torch_dispatch__.
+    """
+    held = hasattr(value, "__tensor_flatten__") and not hasattr(value, "trigger_wait")
+    return held or isinstance(value, torch.masked.MaskedTensor)
+
+
+def expect_values(op: str, name: str, tensor: Tensor) -> None:
+    """Raise if the tensor is on the meta device."""
+    if tensor.is_meta:
+        raise ValueError(f"{op}: {name} is on the meta device and holds no numbers; give it on a real device")
 
 
 def expect(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], like: Tensor):
@@ -98,9 +133,8 @@ def expect_weights(op: str, weights: Sequence[Tensor]) -> list[torch.Size]:
 
 
 def _expect_each_dense(op: str, name: str, tensors: Sequence[Tensor]) -> None:
-    compiling, strided = torch.compiler.is_compiling(), torch.strided
     for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor) or not compiling and (tensor.layout is not strided or tensor.is_nested):
+        if not is_dense(tensor):
             expect_dense(op, f"{name}[{i}]", tensor)
 
 

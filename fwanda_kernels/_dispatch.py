@@ -27,7 +27,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _autograd
-from ._checks import one_line, quoted
+from ._checks import PLAIN_TYPES, one_line, quoted
 from ._memory import checking_memory
 
 try:  # kernel-builder writes this module into its copies, so that several versions live in one process
@@ -43,7 +43,6 @@ MODULES = {
 BACKENDS = (*MODULES, "reference")
 ORDER = {"cuda": ("native", "triton", "reference"), "cpu": ("native", "reference")}
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _count_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
@@ -128,7 +127,7 @@ def _is_plain(args: tuple) -> bool:
     needs_grad = torch.is_grad_enabled()
     for arg in args:
         for tensor in arg if type(arg) is list else (arg,):
-            if type(tensor) in _PLAIN_TYPES:
+            if type(tensor) in PLAIN_TYPES:
                 if needs_grad and tensor.requires_grad:
                     return False
             elif isinstance(tensor, torch.Tensor):
@@ -190,7 +189,7 @@ def forced_backend() -> str | None:
     """Name of the backend that use_backend() or FWANDA_BACKEND asks for, or None."""
     blocks = _forced
     name = blocks[-1][0] if blocks else _environment
-    if name is not None and not (isinstance(name, str) and name in BACKENDS):
+    if (blocks or name is not None) and not (isinstance(name, str) and name in BACKENDS):
         raise ValueError(
             f"backend must be one of {', '.join(BACKENDS)}, got {quoted(name)} (use_backend or FWANDA_BACKEND)"
         )

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import as_count, expect_bad, expect_dense, expect_device, expect_lists, expect_number, expect_weights
+from ._checks import (
+    as_count,
+    expect_bad,
+    expect_dense,
+    expect_device,
+    expect_lists,
+    expect_number,
+    expect_values,
+    expect_weights,
+)
 
 _SMALLEST = 2.0**-900  # a smaller share of the largest signal counts as 0
 _EXACT_INTEGERS = 2**53
@@ -70,6 +79,7 @@ def allocate_budgets(
     expect_lists(op, vs=vs, totals=totals, k_max=k_max)
     for i, v in enumerate(vs):
         expect_dense(op, f"vs[{i}]", v)
+        expect_values(op, f"vs[{i}]", v)
         expect_device(op, f"vs[{i}]", v, vs[0])
     expect_bad(op, bad, vs[0])
     sizes = [v.numel() for v in vs]
@@ -154,6 +164,7 @@ def _expect_layers(op: str, weights: Sequence[Tensor], omegas: Sequence[Tensor],
     for name, tensors in {"weights": weights, **vectors}.items():
         for i, tensor in enumerate(tensors):
             expect_dense(op, f"{name}[{i}]", tensor)
+            expect_values(op, f"{name}[{i}]", tensor)
     for i, (weight, omega, norm) in enumerate(zip(weights, omegas, norms, strict=True)):
         if weight.dim() != 2 or weight.shape != (*omega.shape, *norm.shape):
             raise ValueError(

@@ -10,7 +10,7 @@ from threading import RLock, get_ident
 import torch
 from torch import Tensor, nn
 
-from ._checks import FP32, expect, expect_dense, expect_mapping
+from ._checks import FP32, expect, expect_dense, expect_mapping, expect_values
 from ._hooked import Hook, expect_modules, free_name, input_of, is_own, output_of, recomputing
 from ._layer_sums import (
     LastInput,
@@ -125,8 +125,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             expect_dense(_OP, "token_mask", mask)
             if mask.dtype != torch.bool:
                 raise ValueError(f"collect_statistics: token_mask must be bool, got {mask.dtype}")
-            if mask.is_meta:
-                raise ValueError("collect_statistics: token_mask must have values, got a tensor on the device meta")
+            expect_values(_OP, "token_mask", mask)
         self._mask = TokenMask(mask)
         for sums in self._sums.values():
             sums.mask = mask
@@ -231,6 +230,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
         if start is not None:
             expect(_OP, f"initial[{name!r}].x2", start.x2, x.shape[-1:], FP32, start.x2)
             expect(_OP, f"initial[{name!r}].g2", start.g2, output.shape[-1:], FP32, start.x2)
+            expect_values(_OP, f"initial[{name!r}].x2", start.x2)
 
     def _add_input(self, name: str, x: Tensor, mask: Tensor | None, n_tokens: int, output: Tensor) -> None:
         """Add the sums of one input; modules called with the same tensor share them."""
@@ -277,11 +277,11 @@ def collect_hessians(
     """
     if token_weight is not None:
         expect_mapping("collect_hessians", "token_weight", token_weight, Tensor)
-    modules, token_weight = expect_modules("collect_hessians", modules), token_weight or {}
+    modules, token_weight = expect_modules("collect_hessians", modules), dict(token_weight or {})
     if unknown := token_weight.keys() - modules.keys():
         raise ValueError(f"collect_hessians: token_weight names {min(unknown)!r}, which is none of the modules")
     for name, weight in token_weight.items():
-        _expect_token_weight(name, weight)
+        token_weight[name] = _token_weight(name, weight)
     seen: dict[str, int] = {}
     hessians: dict[str, Tensor] = {}
     grams: dict[str, SharedGram] = {}
@@ -334,12 +334,16 @@ def collect_hessians(
             raise ValueError(f"collect_hessians: {name} saw {count} tokens, token_weight has {len(token_weight[name])}")
 
 
-def _expect_token_weight(name: str, weight: Tensor) -> None:
+def _token_weight(name: str, weight: Tensor) -> Tensor:
+    """The weight, in a dtype that torch computes in."""
     what = f"token_weight of {name}"
     expect_dense("collect_hessians", what, weight)
+    expect_values("collect_hessians", what, weight)
     if weight.dim() != 1:
         raise ValueError(f"collect_hessians: {what} must be [T], got {list(weight.shape)}")
     if not weight.is_floating_point():
         raise ValueError(f"collect_hessians: {what} must be of floating dtype, got {weight.dtype}")
+    weight = weight.float() if weight.itemsize == 1 else weight
     if not ((weight >= 0) & weight.isfinite()).all():
         raise ValueError(f"collect_hessians: {what} must be finite and at least 0, got NaN, inf or a negative number")
+    return weight

@@ -453,7 +453,7 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "the kernel runs on the device of the tensor, and the thread's context stays as it was",
     ),
     "not a tensor": (
-        "An op gets a list, an array, a sparse tensor, or sums of another size",
+        "An op gets a list, an array, a sparse tensor, a DTensor, a tensor on the meta device, or sums of another size",
         "one line that names the op and the argument; nothing is changed",
     ),
     "huge number": (

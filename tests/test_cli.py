@@ -215,7 +215,10 @@ def test_windows_that_overlap_give_one_warning_whether_bos_is_added_or_not(folde
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc")
 def test_an_output_where_no_folder_can_be_made_is_one_line(folder, capsys):
     assert main(arguments(folder, Path("/proc/x"))) == 2
-    check_one_line(capsys, "output /proc/x: cannot write to /proc; choose another folder")
+    check_one_line(
+        capsys,
+        "output /proc/x: cannot write to /proc, or another process writes the same output; choose another folder",
+    )
 
 
 def test_a_file_that_is_calibrated_on_and_evaluated_gives_a_warning(folder, tmp_path):

@@ -1,5 +1,8 @@
 """The C++ selections, bit for bit against a stable sort and the reference."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -232,3 +235,35 @@ def test_result_does_not_depend_on_threads():
         torch.set_num_threads(before)
     one, *others = results
     assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
+
+
+OUT_OF_MEMORY = """
+import resource
+import torch
+import fwanda_kernels as fk
+
+weight, scale = torch.zeros(8192, 8192, dtype=torch.bfloat16), torch.ones(8192)
+packed = fk.pack_weight(weight)
+header = fk.read_packed_header(packed)
+fk.row_topk_mask(weight[:8], scale, 9)
+fk.unpack_weight(fk.pack_weight(torch.eye(64)))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**22,) * 2)
+for call in (
+    lambda: fk.row_topk_mask(weight, scale, 9),
+    lambda: fk.nm_mask(weight, scale, 2, 4),
+    lambda: fk.unpack_weight(packed, header),
+):
+    try:
+        call()
+    except torch.OutOfMemoryError as error:
+        print(error)
+"""
+
+
+def test_no_room_for_a_result_is_one_line_that_names_the_op():
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # memory that is freed goes back to the system at once
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    why = "out of memory: no room for the result on the CPU; free memory, or give fewer rows at a time"
+    assert done.stdout.splitlines() == [f"{op}: {why}" for op in ("row_topk_mask", "nm_mask", "unpack_weight")]

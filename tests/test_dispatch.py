@@ -59,10 +59,11 @@ def test_use_backend_ends_with_an_exception():
     assert call().sum() == 4
 
 
-def test_unknown_backend_lists_the_names_and_is_not_forced():
-    with pytest.raises(ValueError) as error, fk.use_backend("metal"):
+@pytest.mark.parametrize("name", ["metal", None, 3])
+def test_unknown_backend_lists_the_names_and_is_not_forced(name):
+    with pytest.raises(ValueError) as error, fk.use_backend(name):
         pass
-    assert "'metal'" in str(error.value) and all(name in str(error.value) for name in BACKENDS)
+    assert f"got {name!r}" in str(error.value) and all(name in str(error.value) for name in BACKENDS)
     assert call().sum() == 4
 
 

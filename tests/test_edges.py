@@ -6,6 +6,10 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.masked import masked_tensor
 
 import fwanda_kernels as fk
 from fwanda_kernels.testing import WEIGHT_DTYPES
@@ -254,6 +258,96 @@ def test_what_is_no_dense_tensor_is_one_line(op, value):
     with pytest.raises(ValueError, match=r"must be a (torch.Tensor, got|dense tensor, got the layout)") as error:
         TENSOR_CALLS[op](NO_TENSORS[value])
     assert "\n" not in str(error.value)
+
+
+LIST_CALLS = {
+    "foreach_row_topk_prune_": lambda w: fk.foreach_row_topk_prune_([w], [torch.ones(16)], [torch.full((6,), 3)]),
+    "select_threshold": lambda w: fk.select_threshold([w], [torch.ones(6)], [torch.ones(16)], 9),
+    "foreach_accumulate_sq_sums_": lambda x: fk.foreach_accumulate_sq_sums_([torch.zeros(16)], [x]),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.fault("not a tensor", trials=3 * len(TENSOR_CALLS | LIST_CALLS))
+@pytest.mark.parametrize("op", TENSOR_CALLS | LIST_CALLS)
+def test_tensors_that_stand_for_others_are_one_line_that_says_what_to_give(op, mesh):
+    dense = torch.ones(6, 16)
+    odd = {
+        "must be a plain tensor, got a DTensor; pass its to_local() or full_tensor()": distribute_tensor(
+            dense, mesh, [Shard(0)]
+        ),
+        "must be a plain tensor, got a MaskedTensor; pass the tensor that it holds": masked_tensor(dense, dense > 0),
+        "must have memory, got a tensor of zeros without any; pass tensor.clone()": torch._efficientzerotensor((6, 16)),
+    }
+    for message, value in odd.items():
+        with pytest.raises(ValueError) as error:
+            (TENSOR_CALLS | LIST_CALLS)[op](value)
+        assert str(error.value).endswith(message) and "\n" not in str(error.value)
+
+
+class Doubled(torch.Tensor):
+    """A subclass that unwraps itself in every op."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held):
+        self = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        self.held = held
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        held = [value.held if isinstance(value, cls) else value for value in args]
+        return function(*held, **(kwargs or {}))
+
+
+def test_subclasses_that_serve_an_op_are_served():
+    weight, scale = torch.randn(6, 16), torch.rand(16)
+    for given in (Doubled(weight), torch.nn.Parameter(weight), weight.as_subclass(type("Own", (torch.Tensor,), {}))):
+        with torch.no_grad():
+            assert torch.equal(fk.row_topk_mask(given, scale, 5), fk.row_topk_mask(weight, scale, 5))
+
+
+META_CALLS = {
+    "allocate_row_budgets": lambda w: fk.allocate_row_budgets(w[:, 0], 9, k_max=16),
+    "global_row_scales": lambda w: fk.global_row_scales([w], [w[:, 0]], [w[0]]),
+    "pack_weight": fk.pack_weight,
+}
+
+
+@pytest.mark.fault("not a tensor")
+@pytest.mark.parametrize("op", META_CALLS)
+def test_what_reads_numbers_refuses_the_meta_device(op):
+    with pytest.raises(ValueError, match="is on the meta device and holds no numbers; give it on a real device$"):
+        META_CALLS[op](torch.empty(6, 16, device="meta"))
+
+
+@pytest.mark.fault("not a tensor")
+def test_collectors_refuse_sums_and_weights_on_the_meta_device():
+    layer, meta = torch.nn.Linear(4, 5), torch.ones(5, device="meta")
+    sums = fk.LayerStatistics(torch.ones(4, device="meta"), meta, 2)
+    with fk.collect_statistics({"fc": layer}, {"fc": sums}), pytest.raises(ValueError, match=r"x2 is on the meta"):
+        layer(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="token_weight of fc is on the meta device"):
+        with fk.collect_hessians({"fc": layer}, {"fc": meta}):
+            pass
+
+
+def test_weights_of_tokens_may_be_of_eight_bits():
+    layer, x, found = torch.nn.Linear(4, 5), torch.randn(3, 4), []
+    weight = torch.tensor([1.0, 0.5, 2.0])
+    for given in (weight, weight.to(torch.float8_e4m3fn)):
+        with fk.collect_hessians({"fc": layer}, {"fc": given}) as hessians:
+            layer(x)
+        found.append(hessians["fc"])
+    assert torch.equal(*found)
 
 
 @pytest.mark.fault("not a tensor")

@@ -241,3 +241,44 @@ def test_a_step_that_refuses_one_tensor_changes_the_mask_of_none():
         original[0, 0] = 1.0
     sparsifier.step()
     assert [int((layer.weight == 0).sum()) for layer in model] == [24, 12]
+
+
+def test_calls_without_masks_are_refused_in_one_line():
+    model, _, sparsifier = stepped()
+    sparsifier.squash_mask()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    for call, name in ((sparsifier.step, "step"), (sparsifier.squash_mask, "squash_mask")):
+        with pytest.raises(UserError, match=rf"^{name}\(\) finds no mask of .*weight: squash_mask\(\) has removed it"):
+            call()
+        with pytest.raises(UserError, match=rf"^{name}\(\) comes after prepare\(\), which was not called"):
+            getattr(WandaSparsifier(), name)()
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ("0.weight", "^config must be a list of dicts"),
+        (["0.weight"], "^each entry of config must be a dict with a tensor_fqn"),
+        ([{}], "^each entry of config must be a dict with a tensor_fqn"),
+        ([{"tensor_fqn": 3}], "^each entry of config must be a dict with a tensor_fqn"),
+        ([{"tensor_fqn": "0.weight"}] * 2, "^0.weight is in the config twice"),
+        ([{"tensor_fqn": "0.weight", "tensor_name": "bias"}], "^config does not fit the model: Given both"),
+    ],
+)
+def test_a_config_of_another_form_is_one_line_and_changes_nothing(config, message):
+    model, sparsifier = network(), WandaSparsifier()
+    with pytest.raises(UserError, match=message):
+        sparsifier.prepare(model, config)
+    assert not any(parametrize.is_parametrized(module) for module in model)
+    sparsifier.prepare(model)
+
+
+@pytest.mark.parametrize(
+    "change", [{"allocation": "nonsense"}, {"sparsity_level": 2}, {"semi_structured_block_size": 2.5}]
+)
+def test_settings_that_were_changed_later_are_checked_by_step(change):
+    _, _, sparsifier = stepped()
+    sparsifier.groups[1].update(change)
+    with pytest.raises(UserError, match=next(iter(change))):
+        sparsifier.step()

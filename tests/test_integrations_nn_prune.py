@@ -342,3 +342,31 @@ def test_a_layer_without_a_weight_is_one_line():
     model[0].weight = None
     with pytest.raises(UserError, match=r"^Linear.weight must be a tensor, got NoneType$"):
         wanda_unstructured(model[0], "weight", statistics, 0.5)
+
+
+def measured_with(**modules):
+    with fk.collect_statistics(modules) as statistics:
+        x = torch.randn(9, 32, requires_grad=True)
+        sum(module(x).square().sum() for module in modules.values()).backward()
+    return statistics
+
+
+def test_modules_that_are_wholly_pruned_stay_so():
+    a, b = nn.Linear(32, 8), nn.Linear(32, 8)
+    statistics = measured_with(a=a, b=b)
+    for module in (a, b):
+        prune.custom_from_mask(module, "weight", torch.zeros(8, 32))
+    global_fwanda_unstructured([(a, "weight"), (b, "weight")], statistics, 0.5)
+    assert not a.weight_mask.any() and not b.weight_mask.any()
+
+
+def test_modules_that_share_a_weight_are_refused_by_name():
+    a, b = nn.Linear(32, 8), nn.Linear(32, 8)
+    b.weight = a.weight
+    with pytest.raises(UserError, match=r"^parameters\[0\] and \[1\] share a weight of Linear\(32, 8\); give only one"):
+        global_fwanda_unstructured([(a, "weight"), (b, "weight")], measured_with(a=a, b=b), 0.5)
+    rows = nn.Parameter(torch.randn(9, 32))
+    a.weight, b.weight = nn.Parameter(rows.detach()[:8]), nn.Parameter(rows.detach()[1:])
+    with pytest.raises(UserError, match="^the modules cannot be ranked together: .* must not overlap"):
+        global_fwanda_unstructured([(a, "weight"), (b, "weight")], measured_with(a=a, b=b), 0.5)
+    assert not hasattr(a, "weight_mask")

@@ -175,3 +175,14 @@ def test_a_batch_of_no_sequences_adds_nothing_and_no_gradient_is_kept():
     assert wrapped.nsamples == 0
     wrapped.add_batch(torch.ones(2, 3, 8, requires_grad=True), None)
     assert wrapped.scaler_row.tolist() == pytest.approx([3.0] * 8) and not wrapped.scaler_row.requires_grad
+
+
+@pytest.mark.parametrize("call", [wanda_mask, wanda_prune_])
+def test_tensors_that_no_mask_can_be_read_from_are_one_line(call):
+    weight, row = torch.randn(8, 32), torch.ones(32)
+    with pytest.raises(UserError, match="^scaler_row must be float32, got torch.float8_e4m3fn$"):
+        call(weight, row.to(torch.float8_e4m3fn))
+    with pytest.raises(UserError, match="^weight is on the meta device and holds no numbers"):
+        call(weight.to("meta"), row)
+    with pytest.raises(UserError, match="^scaler_row is on the meta device and holds no numbers"):
+        call(weight, row.to("meta"))

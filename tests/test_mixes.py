@@ -115,7 +115,7 @@ def test_one_window_alone_serves_the_choice_and_the_report(files, tmp_path):
 
 
 def test_a_source_that_cannot_be_read_is_named(files):
-    with pytest.raises(UserError, match=r"missing\.txt: cannot be read"):
+    with pytest.raises(UserError, match=r"missing\.txt: no such file"):
         read((files[0], "missing.txt"))
 
 

@@ -299,3 +299,75 @@ def test_a_head_without_weights_is_refused(call):
     model.lm_head = torch.nn.Identity()
     with pytest.raises(UserError, match="which has no output head"):
         call(model)
+
+
+class BytesPath:
+    def __fspath__(self):
+        return b"folder"
+
+
+@pytest.mark.fault("odd calls")
+def test_a_path_of_bytes_is_one_line_that_names_the_argument():
+    for call, name in (
+        (lambda: fwanda_pruner.RunState(BytesPath()), "output"),
+        (lambda: fwanda_pruner.Report.load(BytesPath()), "report"),
+        (lambda: fwanda_pruner.Statistics.load(BytesPath()), "statistics"),
+    ):
+        with pytest.raises(UserError, match=f"^{name} must be a path, got BytesPath; give the path of a file"):
+            call()
+
+
+@pytest.mark.fault("odd calls")
+def test_a_name_with_a_line_break_makes_no_second_line(tmp_path):
+    with pytest.raises(UserError, match="no such file or folder") as error:
+        fwanda_pruner.Report.load(tmp_path / "a\nb")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.fault("value of Python")
+@pytest.mark.parametrize("name, value", [("sparsity", "٠.٥"), ("pattern", "٢:٤"), ("max_memory", "٢GB")])
+def test_only_ascii_digits_are_numbers(name, value):
+    with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} must be"):
+        PruneConfig(**{name: value})
+
+
+@pytest.mark.fault("odd module")
+@pytest.mark.parametrize("change", ["pack", "remove", "no weight"])
+def test_masks_of_a_model_that_changes_meanwhile_are_one_line(change):
+    model = tiny.llama()
+    report = fwanda_pruner.prune(model, method="magnitude", progress=False)
+    found = fwanda_pruner.masks(model, report)
+    next(found)
+    if change == "pack":
+        fwanda_pruner.pack_(model)
+    elif change == "remove":
+        del model.model.layers[:]
+    else:
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight = None
+    with pytest.raises(UserError, match="is gone: the model was changed between two masks; read them again$"):
+        list(found)
+
+
+@pytest.mark.fault("odd module")
+def test_a_weight_that_is_a_buffer_or_complex_is_named_as_what_it_is():
+    model = tiny.llama()
+    layer = model.model.layers[0].mlp.up_proj
+    weight = layer.weight.detach()
+    layer.weight = torch.nn.Parameter(weight.to(torch.complex64))
+    with pytest.raises(UserError, match="up_proj.weight is torch.complex64; load the model in"):
+        fwanda_pruner.prune(model, method="magnitude", progress=False)
+    del layer.weight
+    layer.register_buffer("weight", weight)
+    with pytest.raises(UserError, match="up_proj.weight is a buffer; make it a parameter"):
+        fwanda_pruner.prune(model, method="magnitude", progress=False)
+
+
+@pytest.mark.fault("packed file")
+def test_a_packed_weight_that_cannot_be_unpacked_is_named():
+    model = tiny.llama()
+    fwanda_pruner.prune(model, method="magnitude", sparsity=0.7, progress=False)
+    fwanda_pruner.pack_(model)
+    model.model.layers[1].mlp.up_proj.weight.zero_()
+    with pytest.raises(UserError, match="^model.layers.1.mlp.up_proj cannot be unpacked: .*; load the model again$"):
+        fwanda_pruner.unpack_(model)

@@ -206,7 +206,7 @@ def test_a_statistics_file_that_does_not_say_its_text_is_refused(text, tmp_path)
     [
         (["--guard", "code:2"], "--guard 'code:2': only calibration texts take a share; write 'code'"),
         (["--calibration", "sample,code"], "--calibration 'sample,code': no such file; to name several texts, repeat"),
-        (["--eval", "missing.txt"], "--eval missing.txt: cannot be read"),
+        (["--eval", "missing.txt"], "--eval missing.txt: no such file"),
         (["--calibration", "none/at:3", "--calibration", "A b"], "--calibration 'A b': neither a file nor"),
     ],
     ids=str,
@@ -323,6 +323,14 @@ def test_odd_paths_are_named_shortly_on_one_line(load, path):
 @pytest.mark.parametrize("device", [10**30, -(10**30), 10**5000, 2**63], ids=["30", "-30", "5000", "63"])
 def test_a_device_of_a_huge_number_is_one_line(device):
     with pytest.raises(UserError, match="^device must be auto, cpu, cuda or cuda:N, got"):
+        statistics().to(device)
+
+
+@pytest.mark.fault("value of Python")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:9", torch.device("cuda:9")], ids=str)
+def test_a_device_that_this_machine_lacks_is_one_line_that_names_it(device):
+    with pytest.raises(UserError, match=f"^device '{device}': torch finds 0 CUDA devices here; use cpu or auto$"):
         statistics().to(device)
 
 

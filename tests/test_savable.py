@@ -1,6 +1,10 @@
 """What could stop the saving of a model is found before calibration; what is saved behaves as the model did."""
 
+import copy
 import json
+import os
+import resource
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from transformers import GenerationConfig
 import fwanda_pruner
 from fwanda_pruner import Report, UserError, load_model, save_pruned
 from fwanda_pruner.cli import main
+from fwanda_pruner.engine.memory import allocate_large
 from fwanda_pruner.run.save import check_savable
 
 TOKENS = tiny.tokens(4, 16)
@@ -346,3 +351,130 @@ def test_a_model_from_nowhere_is_saved_without_extras(name, tmp_path, monkeypatc
     report = fwanda_pruner.prune(model, method="magnitude", progress=False)
     save_pruned(model, None, report, tmp_path / "out")
     assert not (tmp_path / "out" / "LICENSE").exists() and report.warnings == []
+
+
+def no_folder():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+
+
+@pytest.mark.fault("read-only")
+@pytest.mark.parametrize("name, value", [("gettempdir", no_folder), ("tempdir", "/dev/null")])
+def test_a_run_that_saves_nothing_needs_no_temporary_folder(name, value, monkeypatch):
+    monkeypatch.setattr(tempfile, name, value)
+    report = fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), method="wanda", calibration=TOKENS, progress=False)
+    assert report.sparsity["matrices"] == 0.5
+
+
+@pytest.mark.fault("read-only")
+def test_pruned_weights_that_fit_neither_ram_nor_a_temporary_folder_are_one_line(monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(UserError, match="nor on the disk of the temporary folder: .*; let TMPDIR name a folder"):
+        allocate_large((2**50,), torch.ones(1))
+
+
+EDITS = {  # what Python code may do to a record: what its error says
+    "own perplexity": (lambda r: r.perplexity.append({"source": "mine", "dense": 2.0, "pruned": 3.0}), "perplexity"),
+    "unknown save": (lambda r: r.config.update(save="zip"), r"config\['save'\] of the report must be one of dense"),
+    "save of another type": (lambda r: r.config.update(save=["zip"]), r"config\['save'\] of the report must be one of"),
+    "no config": (lambda r: setattr(r, "config", None), "the report is not as prune"),
+    "tensor": (lambda r: r.config.update(x=torch.ones(1)), "Tensor is not JSON serializable"),
+    "no versions": (lambda r: setattr(r, "versions", None), "versions"),
+    "float of a count": (lambda r: setattr(r.matrices[0], "asked", 512.0), r"matrices\[0\].asked"),
+    "no rows": (lambda r: r.matrices.append(None), "the report is not as prune"),
+    "half a character": (lambda r: r.warnings.append("\ud800"), "surrogates not allowed"),
+}
+
+
+@pytest.mark.fault("unsavable settings")
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_record_that_could_not_be_loaded_is_not_saved(edit, tmp_path):
+    change, message = EDITS[edit]
+    model = tiny.llama()
+    report = fwanda_pruner.prune(model, method="magnitude", progress=False)
+    change(report)
+    with pytest.raises(UserError, match=message) as refused:
+        save_pruned(model, None, report, tmp_path / "out")
+    assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.fault("unsavable settings")
+@pytest.mark.parametrize("note", ["\ud800", "a\nb"])
+def test_a_note_that_is_no_printable_line_is_refused(note, tmp_path):
+    model = tiny.llama()
+    report = fwanda_pruner.prune(model, method="magnitude", progress=False)
+    with pytest.raises(UserError, match="^note must be one line of printable text, got "):
+        save_pruned(model, None, report, tmp_path / "out", note=note)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_try_that_failed_counts_no_time_of_saving(tmp_path):
+    model = tiny.llama()
+    report = fwanda_pruner.prune(model, method="magnitude", progress=False)
+    (tmp_path / "file").touch()
+    before = copy.deepcopy(report.to_dict())
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 1
+    with pytest.raises(RuntimeError):
+        save_pruned(model, None, report, tmp_path / "out")
+    assert report.to_dict() == before and "save" not in report.seconds
+
+
+def test_the_dict_of_a_report_is_its_own():
+    report = fwanda_pruner.prune(tiny.llama(), method="magnitude", progress=False)
+    values = report.to_dict()
+    values["config"]["method"], values["seconds"]["x"] = "other", 1.0
+    values["warnings"].append("mine")
+    assert report.config["method"] == "magnitude" and "x" not in report.seconds and "mine" not in report.warnings
+
+
+def without_files(function):
+    """The error of a function in a process that can open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
+    try:
+        function()
+    except Exception as error:
+        return error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(taken[0])
+
+
+@pytest.mark.fault("unsavable settings")
+def test_too_many_open_files_are_one_line_that_says_what_to_do(tmp_path):
+    model, statistics = tiny.llama(), fwanda_pruner.collect(tiny.llama(), calibration=TOKENS, progress=False)
+    report = fwanda_pruner.prune(model, method="magnitude", progress=False)
+    save_pruned(model, None, report, tmp_path / "first")  # imports what saving needs
+    fwanda_pruner.RunState(tmp_path / "state").remove()
+    statistics.save(tmp_path / "first.safetensors")
+    text = tiny.text_file(tmp_path)
+    given = {"method": "wanda", "nsamples": 2, "seqlen": 16, "calibration": text, "guard": "none", "progress": False}
+    calls = [
+        lambda: save_pruned(model, None, report, tmp_path / "out"),
+        lambda: fwanda_pruner.RunState(tmp_path / "out"),
+        lambda: statistics.save(tmp_path / "out.safetensors"),
+        lambda: fwanda_pruner.collect(tiny.llama(), tiny.tokenizer(), calibration=text, nsamples=2, progress=False),
+        lambda: fwanda_pruner.prune(tiny.llama(), tiny.tokenizer(), **given),
+    ]
+    for call in calls:
+        error = without_files(call)
+        assert isinstance(error, UserError) and "\n" not in str(error), repr(error)
+        assert "open files" in str(error) or "files are open" in str(error), error
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.fault("unsavable settings")
+@pytest.mark.parametrize("call", [fwanda_pruner.prune, fwanda_pruner.collect, fwanda_pruner.evaluate_model])
+def test_memory_that_ends_on_a_cpu_is_one_line(call):
+    model = tiny.llama()
+
+    def fail(*_):
+        torch.empty(2**60)
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    given = {"eval": TOKENS} if call is fwanda_pruner.evaluate_model else {"calibration": TOKENS}
+    with pytest.raises(UserError, match="^not enough memory on the CPU .*; free some, or use a smaller") as error:
+        call(model, progress=False, **given)
+    assert "\n" not in str(error.value)

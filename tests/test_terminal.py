@@ -5,9 +5,11 @@ import os
 import sys
 
 import pytest
+import tiny
 from helpers_cli import arguments, fwanda, make_folder
 from reports import make_report
 
+from fwanda_pruner import prune
 from fwanda_pruner.cli import main
 from fwanda_pruner.terminal import say, styled
 
@@ -138,3 +140,29 @@ def test_the_summary_is_plain_text_in_a_file(folder, tmp_path):
     done = fwanda(arguments(folder, tmp_path / "out"), env={"TERM": "xterm"})
     assert done.returncode == 0 and "\033" not in done.stdout + done.stderr
     assert "\nnext:\n  fwanda report " in done.stdout
+
+
+class WriteOnly:
+    """What logging puts in the place of standard error often has only write()."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+
+class NoText(WriteOnly):
+    def write(self, text):
+        raise TypeError("bytes are wanted")
+
+
+@pytest.mark.fault("broken output")
+@pytest.mark.parametrize("kind", [WriteOnly, NoText, object])
+def test_an_object_in_the_place_of_standard_error_stops_no_run(kind, monkeypatch):
+    stream = kind()
+    monkeypatch.setattr(sys, "stderr", stream)
+    report = prune(tiny.llama(), method="wanda", calibration=tiny.tokens(16, 24))
+    assert report.sparsity["matrices"] == 0.5
+    assert kind is not WriteOnly or "stage 1 of" in stream.text
+    assert styled("x", "red", stream) == "x"

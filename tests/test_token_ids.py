@@ -1,11 +1,14 @@
 """Token ids that are given in Python as tensors of any kind: read, or refused in one line."""
 
+import warnings
+
 import pytest
 import tiny
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fwanda_pruner import UserError, collect, evaluate_model, prune
+from fwanda_pruner.report.summary import protocol_line
 
 IDS = tiny.tokens(16, 24)
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64]
@@ -93,3 +96,48 @@ def test_integers_of_any_dtype_are_read(dtype):
 def test_own_text_of_another_length_or_dtype_is_one_line(ids, got):
     with pytest.raises(UserError, match=rf"tokens must be integer \[S, seqlen\] = \[S >= 1, 24\], got {got}"):
         read(collect, "own", ids)
+
+
+@pytest.mark.fault("unused setting")
+@pytest.mark.parametrize("bos", ["window", "none"])
+def test_of_token_ids_no_record_says_that_bos_was_added_or_left_out(bos):
+    ids, expected = {"calibration": IDS, "bos": bos, "progress": False}, f"^--bos {bos} has no effect: token ids are"
+    with pytest.warns(UserWarning, match=expected):
+        report = prune(tiny.llama(), method="wanda", eval=IDS, **ids)
+    with pytest.warns(UserWarning, match=expected):
+        statistics = collect(tiny.llama(), **ids)
+    with pytest.warns(UserWarning, match=expected):
+        found = evaluate_model(tiny.llama(), eval=IDS, bos=bos, progress=False)
+    assert report.bos is report.perplexity[0]["bos"] is statistics.bos is found["perplexity"][0]["bos"] is None
+    assert any("--bos" in text for text in report.warnings)
+    assert "BOS as in the token ids" in protocol_line(report.perplexity[0])
+
+
+def test_beside_token_ids_a_text_by_name_has_the_bos_that_was_asked(tmp_path):
+    text = str(tiny.text_file(tmp_path))
+    given = {"method": "wanda", "bos": "window", "guard": "none", "progress": False}
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        report = prune(tiny.llama(), tiny.tokenizer(), calibration=IDS, eval=[text, IDS], **given)
+        statistics = collect(tiny.llama(), tiny.tokenizer(), calibration=text, nsamples=16, seqlen=24, bos="window")
+    assert not any("--bos" in str(entry.message) for entry in shown)
+    assert [entry["bos"] for entry in report.perplexity] == [True, None] and report.bos is statistics.bos is True
+
+
+@pytest.mark.fault("negated view")
+@pytest.mark.parametrize("call, argument", CALLS)
+def test_negated_views_are_read_as_their_values(call, argument):
+    def of(ids):
+        found = read(call, argument, ids)
+        return found if call is evaluate_model else found.tokens_sha256
+
+    assert of(torch._neg_view(-IDS)) == of(IDS)
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize("call, argument", CALLS)
+@pytest.mark.parametrize("shape", [(0, 24), (16, 1), (16, 0)])
+def test_windows_without_a_token_to_predict_are_refused_by_the_name_of_the_argument(shape, call, argument):
+    with pytest.raises(UserError) as error:
+        read(call, argument, IDS.new_zeros(shape))
+    assert str(error.value) == f"{argument} as token ids must be [S, L] with S >= 1 and L >= 2, got {list(shape)}"

@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from tiny import byte_tokenizer, sentences
 
+import fwanda_pruner
 from fwanda_pruner.errors import UserError
 from fwanda_pruner.text.windows import calibration_tokens, evaluation_tokens, tokens_sha256
 
@@ -220,3 +222,30 @@ def test_a_tokenizer_with_a_length_limit_neither_truncates_nor_warns(tmp_path, c
     finally:
         tokenizer.model_max_length = limit
     assert tokens.shape == (1, full) and "longer than" not in caplog.text
+
+
+class OddTokenizer:
+    """Gives any value as the token ids of a list of texts."""
+
+    bos_token_id = None
+
+    def __init__(self, found):
+        self.found = found
+
+    def __call__(self, texts, **_):
+        return {"input_ids": self.found}
+
+
+@pytest.mark.fault("odd calls")
+@pytest.mark.parametrize(
+    "found",
+    [[3, 4, 5] * 999, torch.full((999,), 5), [["a"] * 99], [[1.5] * 99], [[2**70] * 99], [], None],
+    ids=list("abcdefg"),
+)
+def test_a_tokenizer_that_gives_no_lists_of_ids_is_one_line(found, tmp_path):
+    settings = {"method": "wanda", "calibration": tiny.text_file(tmp_path), "nsamples": 4, "seqlen": 8}
+    with pytest.raises(
+        UserError, match="^the tokenizer must give a list of token ids for each of a list of texts"
+    ) as e:
+        fwanda_pruner.prune(tiny.llama(), OddTokenizer(found), guard="none", progress=False, **settings)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 300

@@ -10,7 +10,7 @@ from .._checks import report_bad
 from ..ops.packed import altered
 from . import load_library
 
-load_library(
+_SCHEMAS = (
     "row_topk_mask(Tensor weight, Tensor scale, Tensor keep) -> (Tensor, int)",
     "row_topk_prune_(Tensor(a!) weight, Tensor scale, Tensor keep) -> int",
     "nm_mask(Tensor weight, Tensor scale, int n, int m) -> (Tensor, int)",
@@ -18,42 +18,43 @@ load_library(
     "packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns) -> (Tensor, int)",
     "unpack_weight(Tensor packed, Tensor like, int rows, int columns) -> (Tensor, int)",
 )
-_C = torch.ops.fwanda_C
+load_library(*_SCHEMAS)
+_FUNCTIONS = {name: getattr(torch.ops.fwanda_C, name).default for name in (s.partition("(")[0] for s in _SCHEMAS)}
 _MOST_TOKENS = 16  # more are faster with the dense weight
 _REFUSED = 8  # csrc/bad.h
 
 
 def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
-    mask, code = _C.row_topk_mask(weight, scale, keep)
+    mask, code = _call("row_topk_mask", weight, scale, keep)
     _report("row_topk_mask", code, bad)
     return mask
 
 
 def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
-    _report("row_topk_prune_", _C.row_topk_prune_(weight, scale, keep), bad)
+    _report("row_topk_prune_", _call("row_topk_prune_", weight, scale, keep), bad)
 
 
 def foreach_row_topk_prune_(
     weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor | None
 ) -> None:
     for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
-        code = _C.row_topk_prune_(weight, scale, keep)
+        code = _call("row_topk_prune_", weight, scale, keep)
         _report(f"foreach_row_topk_prune_ at index {i}", code, None if bad is None else bad[i : i + 1])
 
 
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
-    mask, code = _C.nm_mask(weight, scale, n, m)
+    mask, code = _call("nm_mask", weight, scale, n, m)
     _report("nm_mask", code, bad)
     return mask
 
 
 def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
-    _report("nm_prune_", _C.nm_prune_(weight, scale, n, m), bad)
+    _report("nm_prune_", _call("nm_prune_", weight, scale, n, m), bad)
 
 
 def unpack_weight(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     like = torch.empty(0, dtype=dtype, device=packed.device)
-    return _whole("unpack_weight", *_C.unpack_weight(packed.contiguous(), like, rows, columns))
+    return _whole("unpack_weight", *_call("unpack_weight", packed.contiguous(), like, rows, columns))
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, columns: int) -> Tensor:
@@ -62,7 +63,22 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
     if len(x) > _MOST_TOKENS:
         return linear(x, unpack_weight(packed, rows, columns, x.dtype), bias)
     bias = None if bias is None else bias.contiguous()
-    return _whole("packed_linear", *_C.packed_linear.default(x.contiguous(), packed.contiguous(), bias, rows, columns))
+    return _whole("packed_linear", *_call("packed_linear", x.contiguous(), packed.contiguous(), bias, rows, columns))
+
+
+def _call(op: str, *args):
+    """What the function of the library returns.
+
+    Raises:
+        torch.OutOfMemoryError: the library found no memory; torch says then only that a call of it failed.
+    """
+    try:
+        return _FUNCTIONS[op](*args)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "aten::new_empty" not in str(error):
+            raise
+        message = f"{op}: out of memory: no room for the result on the CPU; free memory, or give fewer rows at a time"
+        raise torch.OutOfMemoryError(message) from error
 
 
 def _report(op: str, code: int, bad: Tensor | None) -> None:

@@ -131,7 +131,7 @@ def read_packed_header(packed: Tensor) -> PackedHeader:
     """
     op = "read_packed_header"
     checks.expect_dense(op, "packed", packed)
-    _expect_values(op, "packed", packed)
+    checks.expect_values(op, "packed", packed)
     if packed.dim() != 1 or packed.dtype != torch.uint8:
         raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     head = bytes(packed[:_HEADER].tolist())
@@ -238,18 +238,13 @@ def packed_linear(
     op = "packed_linear"
     header = _header_of(op, packed, header)
     rows, columns = header.shape
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.dim() < 2:
+    if not checks.is_dense(x) or x.dim() < 2:
         checks.expect_tokens(op, x, None)
     if x.shape[-1] != columns or x.dtype != header.dtype or x.device != packed.device:
         expected = checks.describe(("...", columns), (header.dtype,), packed.device)
         raise ValueError(f"{op}: x must be {expected} like the packed weight, got {checks.describe_tensor(x)}")
     if bias is not None and not (
-        isinstance(bias, Tensor)
-        and not bias.is_nested
-        and bias.layout == torch.strided
-        and bias.shape == (rows,)
-        and bias.dtype == x.dtype
-        and bias.device == x.device
+        checks.is_dense(bias) and bias.shape == (rows,) and bias.dtype == x.dtype and bias.device == x.device
     ):
         checks.expect(op, "bias", bias, (rows,), (x.dtype,), x)
     tokens = x.flatten(0, -2)
@@ -259,9 +254,9 @@ def packed_linear(
 def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHeader:
     if header is None:
         return read_packed_header(packed)
-    plain = isinstance(packed, Tensor) and packed.layout == torch.strided and not packed.is_nested
-    if not plain or packed.dim() != 1 or packed.dtype != torch.uint8:
+    if not checks.is_dense(packed):
         checks.expect_dense(op, "packed", packed)
+    if packed.dim() != 1 or packed.dtype != torch.uint8:
         raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")
     if not isinstance(header, PackedHeader):
         raise ValueError(f"{op}: header must be what read_packed_header() returns, got {type(header).__name__}")
@@ -350,14 +345,9 @@ def _places(kept: Tensor, per_word: int) -> tuple[Tensor, Tensor]:
     return torch.where(word < words, place, end + odd - 1), (end + odd[:, -1:]).view(-1)
 
 
-def _expect_values(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise ValueError(f"{op}: {name} is on the meta device and holds no numbers; give it on a real device")
-
-
 def _shape_of(op: str, weight: Tensor, mask: Tensor | None) -> torch.Size:
     checks.expect_weight(op, weight)
-    _expect_values(op, "weight", weight)
+    checks.expect_values(op, "weight", weight)
     if mask is not None:
         checks.expect(op, "mask", mask, weight.shape, BOOL, weight)
     return weight.shape

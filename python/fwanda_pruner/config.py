@@ -324,7 +324,7 @@ class PruneConfig:
     @property
     def memory_limit(self) -> int | None:
         """max_memory in bytes; None if it is not set."""
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])(i?)B", self.max_memory or "")
+        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([KMGT])(i?)B", self.max_memory or "")
         if match is None:
             return None
         return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "KMGT".index(match[2])))

@@ -40,7 +40,7 @@ def expect_path(name: str, value) -> None:
     Raises:
         UserError: naming the argument.
     """
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise UserError(f"{name} must be a path, got {type(value).__name__}; give the path of a file or a folder")
 
 
@@ -154,14 +154,14 @@ def check_sparsity(sparsity: str | None, pattern: str | None) -> None:
     if sparsity is not None:
         try:
             # limits the length, so that the exact fraction stays small
-            valid = re.fullmatch(r"[-+\d./]{1,40}(e-?\d{1,3})?", sparsity) and 0 <= Fraction(sparsity) < 1
+            valid = re.fullmatch(r"[-+0-9./]{1,40}(e-?[0-9]{1,3})?", sparsity) and 0 <= Fraction(sparsity) < 1
         except (ValueError, ZeroDivisionError):
             valid = False
         if not valid:
             raise UserError(f"--sparsity must be in [0, 1), such as 0.5 for 50 %, got {show(sparsity)}")
     if pattern is None:
         return
-    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", pattern)
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", pattern)
     if not match or not 1 <= int(match[1]) <= int(match[2]) <= _LARGEST_GROUP:
         raise UserError(
             f"--pattern must be n:m, keep n of every m, with 1 <= n <= m <= {_LARGEST_GROUP}, e.g. 2:4, "

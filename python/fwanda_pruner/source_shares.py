@@ -104,7 +104,7 @@ def _parse(text: str) -> SourceShare:
     if not colon or ("\0" not in text and os.path.exists(text)):
         return SourceShare(text)
     try:  # limits the length, so that the exact fraction stays small
-        value = Fraction(share) if re.fullmatch(r"[-+\d./]{1,20}(e[-+]?\d{1,3})?", share) else Fraction(0)
+        value = Fraction(share) if re.fullmatch(r"[-+0-9./]{1,20}(e[-+]?[0-9]{1,3})?", share) else Fraction(0)
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not 0 < value <= 10**9:

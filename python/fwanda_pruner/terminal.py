@@ -9,10 +9,10 @@ _STYLES = {"bold": "1", "red": "1;31", "yellow": "33"}
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person may be reading; False for a stream that is closed or absent."""
+    """Whether a person may be reading; False for a stream that is closed, absent or an object without isatty()."""
     try:
-        return stream is not None and stream.isatty()
-    except (OSError, ValueError):
+        return stream is not None and bool(stream.isatty())
+    except (AttributeError, OSError, ValueError):
         return False
 
 
@@ -36,8 +36,8 @@ def say(text: str) -> None:
             bars.tqdm.write(text, file=sys.stderr)
         else:
             print(text, file=sys.stderr)
-        sys.stderr.flush()
-    except (OSError, ValueError):  # a closed pipe, a full disk
+        getattr(sys.stderr, "flush", lambda: None)()  # what stands for a stream may have only write()
+    except Exception:  # a closed pipe, a full disk, an object of the caller that cannot take the text
         discard(sys.stderr)
 
 
@@ -45,7 +45,8 @@ def discard(stream: TextIO | None) -> None:
     """Sends a stream that cannot be written to nowhere. Else Python would fail once more when it exits."""
     if stream is None:
         return
-    with contextlib.suppress(OSError, ValueError):  # not a file
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not a file
+        descriptor = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
+        os.dup2(null, descriptor)
         os.close(null)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import PruneConfig
 from ..errors import UserError, one_line
+from ..formats.files import TOO_MANY_FILES, system_error
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -56,6 +57,24 @@ def device_rules(model: nn.Module, config: PruneConfig) -> Iterator[None]:
     """
     with _limited_memory(model, config), _deterministic_algorithms(config.deterministic):
         yield
+
+
+@contextmanager
+def machine_limits() -> Iterator[None]:
+    """Turns what this machine says at its limits into a UserError: no memory on the CPU, or too many open files."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if system_error(error) in TOO_MANY_FILES:
+            raise UserError("too many files are open; close some, or raise the limit (ulimit -n)") from error
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            raise UserError(
+                f"not enough memory on the CPU ({one_line(error)}); free some, or use a smaller --micro-batch or "
+                f"--seqlen"
+            ) from error
+        raise
 
 
 class _Determinism:

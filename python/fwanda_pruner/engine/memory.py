@@ -96,9 +96,10 @@ def allocate_large(shape: tuple[int, ...], like: Tensor) -> Tensor:
             os.posix_fallocate(file.fileno(), 0, needed)
             flat = torch.from_file(file.name, shared=True, size=count, dtype=like.dtype)
     except OSError as error:
+        folder = tempfile.tempdir or "the temporary folder"  # None: Python found none that can be written
         raise UserError(
             f"no room for {needed / 2**30:.1f} GiB of hidden states or pruned weights in RAM, nor on the disk of "
-            f"{tempfile.gettempdir()}: {error.strerror}; let TMPDIR name a folder with more room, or use a smaller "
+            f"{folder}: {error.strerror}; let TMPDIR name a folder with more room, or use a smaller "
             f"--nsamples or --seqlen"
         ) from error
     return flat.view(shape)

@@ -193,8 +193,8 @@ class Ranks:
             return
         first, *others = self.gather(dict(facts()))
         for rank, theirs in enumerate(others, 1):
-            for name, value in first.items():
-                if theirs[name] != value:
+            for name in {**first, **theirs}:
+                if theirs.get(name) != first.get(name):
                     raise UserError(f"rank {rank} has other {name} than rank 0: give all ranks the same")
 
     def merge(self, sums: Sums, merging: Merging, device: torch.device) -> None:

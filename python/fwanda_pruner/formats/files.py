@@ -15,6 +15,7 @@ from ..model.cache import home_folder, size_text
 _LONGEST_NAME = 200  # bytes; a file system takes 255, and temporary names are longer than the final one
 _LONGEST_PART = 255  # bytes of the name of a folder above it
 _made: set[str] = set()  # temporary names of this process
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
@@ -62,7 +63,8 @@ def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: 
         UserError: see check_output(); or the disk becomes full or not writable later.
     """
     output = resolved_output(output)
-    remove_leftovers(output)
+    with user_errors(output):
+        remove_leftovers(output)
     check_output(output, overwrite=overwrite, needed_bytes=needed_bytes)
     temporary, aside = _hidden_name(output, "tmp"), _hidden_name(output, "old")
     made = [folder for folder in output.parents if not folder.exists()]
@@ -231,6 +233,10 @@ def user_errors(output: Path) -> Iterator[None]:
             raise UserError(
                 f"output {output}: no space left on the disk ({size_text(free)} free); make room"
             ) from error
+        if number in TOO_MANY_FILES:
+            raise UserError(
+                f"output {output}: too many files are open; close some, or raise the limit (ulimit -n)"
+            ) from error
         if number == errno.EFBIG:
             raise UserError(
                 f"output {output}: a file would be larger than the limit of this process (ulimit -f) or of the file "
@@ -239,7 +245,10 @@ def user_errors(output: Path) -> Iterator[None]:
         if number in _NOT_WRITABLE:
             raise UserError(f"output {output}: not writable ({os.strerror(number)}); choose another folder") from error
         if number == errno.ENOENT and output.parent.is_dir():  # as /proc says where no file can be made
-            raise UserError(f"output {output}: cannot write to {output.parent}; choose another folder") from error
+            raise UserError(
+                f"output {output}: cannot write to {output.parent}, or another process writes the same output; choose "
+                f"another folder"
+            ) from error
         if number == errno.ENOENT:
             raise UserError(f"output {output}: {output.parent} is gone; run again") from error
         if number == errno.ENOTEMPTY:
@@ -259,7 +268,7 @@ def _named(temporary: Path, output: Path) -> Iterator[None]:
         raise
 
 
-def system_error(error: Exception) -> int:
+def system_error(error: BaseException | None) -> int:
     """The number (errno) of an error of the system; 0 for another error."""
     # safetensors and tokenizers give the number only in their text
     return getattr(error, "errno", None) or int((re.findall(r"os error (\d+)", str(error)) or [0])[0])

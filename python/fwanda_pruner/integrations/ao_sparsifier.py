@@ -27,11 +27,12 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import fwanda_kernels as fk
 
 from ..allocate.budgets import keep_total
-from ..errors import UserError, install_hint
+from ..errors import UserError, install_hint, one_line, show
 from . import check_linear, check_version, count_of
 from ._budgets import check_gradient, checked_mask, exact_fraction, measured_norm, row_budgets
 
@@ -91,13 +92,23 @@ class WandaSparsifier(BaseSparsifier):
         """
         if self.groups:
             raise UserError("prepare() was called before; use a new sparsifier for another model")
-        super().prepare(model, config)
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model must be an nn.Module, got {type(model).__name__}")
+        _check_config(config)
+        try:
+            super().prepare(model, config)
+        except AssertionError as error:  # of the host: what an entry says of its tensor contradicts the name
+            self.groups.clear()
+            raise UserError(f"config does not fit the model: {one_line(error)}") from error
 
     def _prepare(self, *args, **kwargs) -> None:
         uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+        times = Counter(group["tensor_fqn"] for group in self.groups)
         try:
             for group in self.groups:
                 _check(**group)
+                if times[group["tensor_fqn"]] > 1:
+                    raise UserError(f"{group['tensor_fqn']} is in the config twice; give each tensor one entry")
                 if uses[id(group["module"].weight)] > 1:
                     raise UserError(f"{group['tensor_fqn']} is shared with another module; leave it out of the config")
         except UserError:
@@ -112,17 +123,31 @@ class WandaSparsifier(BaseSparsifier):
         """Select every mask again from the original weights. The first step ends the collection of statistics.
 
         Raises:
-            UserError: the model saw no input, a tensor has NaN or inf, or "row" has no gradients. If statistics are
-                missing, the collection goes on. After an error no mask has changed.
+            UserError: the model saw no input, a tensor has NaN or inf, "row" has no gradients, a setting in `groups` is
+                not allowed, or the masks are gone. If statistics are missing, the collection goes on. After an error no
+                mask has changed.
         """
         if not self.enable_mask_update:
             return
+        self._expect_masks("step()")
+        for group in self.groups:
+            _check_settings(**group)
         if self._collected is not None:
             self._take_statistics()
         with torch.no_grad():
             selected = [self._select(**group) for group in self.groups]
             for group, mask in zip(self.groups, selected, strict=True):
                 _parametrization(**group)[0].mask.copy_(mask)
+
+    def _expect_masks(self, what: str) -> None:
+        """Refuse a model without the masks of prepare(), as it is after squash_mask()."""
+        if not self.groups:
+            raise UserError(f"{what} comes after prepare(), which was not called")
+        for group in self.groups:
+            if not parametrize.is_parametrized(group["module"], group["tensor_name"]):
+                raise UserError(
+                    f"{what} finds no mask of {group['tensor_fqn']}: squash_mask() has removed it; use a new sparsifier"
+                )
 
     def _take_statistics(self) -> None:
         if not len(self._collected):
@@ -167,7 +192,12 @@ class WandaSparsifier(BaseSparsifier):
         return checked_mask(fk.row_topk_mask, name, weight, scale, keep)
 
     def squash_mask(self, *args, **kwargs) -> None:
-        """Multiply the weights by their masks and remove the masks, as every sparsifier of the host does."""
+        """Multiply the weights by their masks and remove the masks, as every sparsifier of the host does.
+
+        Raises:
+            UserError: there are no masks, because prepare() was not called or squash_mask() was.
+        """
+        self._expect_masks("squash_mask()")
         self._stop()
         super().squash_mask(*args, **kwargs)
 
@@ -177,16 +207,31 @@ def _parametrization(module: nn.Module, tensor_name: str, **_) -> nn.Module:
     return getattr(module.parametrizations, tensor_name)
 
 
-def _check(
-    *, module, module_fqn, tensor_fqn, tensor_name, sparsity_level, semi_structured_block_size, allocation, **_
-) -> None:
-    """Refuse settings of a tensor that step() could not serve."""
+def _check_config(config: object) -> None:
+    """Refuse a config that is no list of dicts with the name of a tensor each."""
+    example = '[{"tensor_fqn": "fc.weight"}]'
+    if config is not None and not isinstance(config, (list, tuple)):
+        raise UserError(f"config must be a list of dicts, such as {example}, got {show(config)}")
+    for entry in config or ():
+        if not isinstance(entry, dict) or not isinstance(entry.get("tensor_fqn"), str):
+            raise UserError(
+                f"each entry of config must be a dict with a tensor_fqn, as in {example}, got {show(entry)}"
+            )
+
+
+def _check(*, module, module_fqn, tensor_fqn, tensor_name, **settings) -> None:
+    """Refuse a tensor and its settings if step() could not serve them."""
     if module is None or tensor_name != "weight":
         raise UserError(f"{tensor_fqn} must be the weight of a module of the model")
     check_linear(module_fqn or "the model", module)
+    _check_settings(module=module, tensor_fqn=tensor_fqn, **settings)
+
+
+def _check_settings(*, module, tensor_fqn, sparsity_level, semi_structured_block_size, allocation, **_) -> None:
+    """Refuse settings of a tensor that step() could not serve."""
     level, block = exact_fraction("sparsity_level", sparsity_level), semi_structured_block_size
     if allocation not in ("uniform", "row"):
-        raise UserError(f"{tensor_fqn}: allocation must be uniform or row, got {allocation!r}")
+        raise UserError(f"{tensor_fqn}: allocation must be uniform or row, got {show(allocation)}")
     if block is None:
         return
     if allocation == "row":

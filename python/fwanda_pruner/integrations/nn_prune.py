@@ -28,7 +28,7 @@ import fwanda_kernels as fk
 
 from ..allocate.budgets import global_budgets, keep_total
 from ..config import PruneConfig
-from ..errors import UserError, show
+from ..errors import UserError, one_line, show
 from . import check_linear, check_version
 from ._budgets import (
     check_finite,
@@ -177,6 +177,7 @@ def global_fwanda_unstructured(
     modules, layers = [module for module, _ in parameters], [_layer(statistics, *p) for p in parameters]
     for (module, name), layer in zip(parameters, layers, strict=True):
         _check(module, name, layer)
+    _expect_own_weights(modules)
     titles = [_title(module) for module in modules]
     if not any(gradients_seen(titles, layers)):
         raise UserError("no module has an output gradient: run backward() on the SUM of the losses while collecting")
@@ -184,6 +185,9 @@ def global_fwanda_unstructured(
     sizes = [module.weight.numel() for module in modules]
     left = [_left(module, among) for module, among in zip(modules, amongs, strict=True)]
     total = keep_total(int(torch.cat(left).sum()), removed)
+    if not total:  # nothing is left to be ranked
+        _prune(modules, [torch.ones_like(layer.x2) for layer in layers], [torch.zeros_like(k) for k in left], amongs)
+        return
     config = PruneConfig(
         method="fwanda",
         allocation="global",
@@ -194,6 +198,16 @@ def global_fwanda_unstructured(
     counts = _global_counts(config, modules, layers)
     scales = [measured_norm(title, layer) for title, layer in zip(titles, layers, strict=True)]
     _prune(modules, scales, _within(counts, left), amongs)
+
+
+def _expect_own_weights(modules: list[nn.Linear]) -> None:
+    """Refuse modules that share a weight: one mask could not serve two."""
+    seen: dict[int, int] = {}
+    for i, module in enumerate(modules):
+        weight = getattr(module, "weight_orig", module.weight)
+        first = seen.setdefault(weight.data_ptr(), i) if weight.numel() else i
+        if first != i:
+            raise UserError(f"parameters[{first}] and [{i}] share a weight of {_title(module)}; give only one of them")
 
 
 def _is_parameter(pair: object) -> bool:
@@ -227,14 +241,20 @@ def _left(module: nn.Linear, among: Tensor | None) -> Tensor:
 
 
 def _global_counts(config: PruneConfig, modules: list[nn.Linear], layers: list[fk.LayerStatistics]) -> list[Tensor]:
-    """Call global_budgets(); if it refuses NaN or inf, name the module in the message."""
+    """Call global_budgets(); if it refuses NaN or inf, name the module in the message.
+
+    Raises:
+        UserError: a value is not finite, or the weights overlap in memory.
+    """
     try:
         return global_budgets(config, [module.weight.detach() for module in modules], layers)
-    except ValueError:
+    except ValueError as error:
         for module, layer in zip(modules, layers, strict=True):
             check_finite(f"{_title(module)}.weight", module.weight.detach())
             check_finite(f"the input of {_title(module)}", layer.x2)
-        raise
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"the modules cannot be ranked together: {one_line(error)}") from error
 
 
 def _within(counts: list[Tensor], left: list[Tensor]) -> list[Tensor]:

@@ -141,12 +141,16 @@ def _parts(
     """Split the columns into parts (weight, scale, number kept, m): kept of m columns, or of the row if m is None."""
     for name, tensor, dims in (("weight", weight, 2), ("scaler_row", scaler_row, 1)):
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+        if dense and tensor.is_meta:
+            raise UserError(f"{name} is on the meta device and holds no numbers; give it on a real device")
         if not dense or tensor.dim() != dims:
             got = list(tensor.shape) if dense else type(tensor).__name__
             raise UserError(f"{name} must be a dense tensor {'[R, C]' if dims == 2 else '[C]'}, got {got}")
     cols = weight.shape[1]
     if scaler_row.shape != (cols,):
         raise UserError(f"scaler_row must be [C]=[{cols}], got {list(scaler_row.shape)}")
+    if scaler_row.dtype != torch.float32:
+        raise UserError(f"scaler_row must be float32, got {scaler_row.dtype}")
     scale, prune_n = scaler_row.sqrt(), count_of("prune_n", prune_n)
     if prune_n == 0:
         if not 0 <= number_of("sparsity_ratio", sparsity_ratio) <= 1:

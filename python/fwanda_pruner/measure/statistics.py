@@ -19,7 +19,7 @@ from ..engine.engine import Engine
 from ..engine.resume import Unfinished
 from ..errors import UserError, did_you_mean, one_line, refuse_pipe, show, shown_path
 from ..formats.files import atomic_file
-from ..model.place import named_device
+from ..model.place import find_device
 from ..model.targets import Target
 from ..notes import warn
 from ..setting_checks import expect_path
@@ -40,7 +40,7 @@ class Statistics:
         fisher_tokens: name -> those of them that the backward pass ran on; empty when it ran on all.
         fisher_samples: the setting of how many windows that were.
         tokens_sha256: hash of the calibration windows.
-        bos: whether each window starts with BOS.
+        bos: whether each window starts with BOS; None if the calibration was given as token ids, or is unknown.
         fisher: the variant of g2, as in measure_statistics(); None without g2.
         text: the settings of the text: calibration, nsamples, seqlen, seed.
         weights: fingerprint() of the dense model; None if unknown.
@@ -89,7 +89,7 @@ class Statistics:
         return replace(self, x2=x2, n_tokens=counts, fisher_tokens=self.n_tokens)
 
     def layer(self, name: str) -> fk.LayerStatistics:
-        """The sums of one target, which give its norm and omega.
+        """The sums of one target, which give its norm and omega; its tensors are those of the statistics, no copies.
 
         Raises:
             UserError: the statistics have no target of this name.
@@ -258,9 +258,9 @@ class Statistics:
         """The same statistics on a device.
 
         Raises:
-            UserError: `device` is no CPU or GPU, or an entry is no dense tensor.
+            UserError: `device` is no CPU or GPU of this machine, or an entry is no dense tensor.
         """
-        device = named_device(device)
+        device = find_device(device)
         self._check_tensors()
         moved = {k: {name: t.to(device) for name, t in getattr(self, k).items()} for k in ("x2", "g2")}
         return replace(self, **moved)

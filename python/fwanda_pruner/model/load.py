@@ -35,7 +35,7 @@ from .file_stamps import FileStamps
 from .hub import hub_options
 from .pack import unpack_
 from .packed import packed_weights
-from .place import named_device, place
+from .place import find_device, place
 from .read_shares import can_read_shares, read_shares
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -191,21 +191,6 @@ def quiet(*, bars: bool = False):
             log.set_verbosity(verbosity)
             if had_bars:
                 log.enable_progress_bar()
-
-
-def find_device(device: str) -> torch.device:
-    """The device that a setting names, as load_model() does.
-
-    Raises:
-        UserError: there is no such device.
-    """
-    if isinstance(device, str) and device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = named_device(device)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if target.type == "cuda" and (target.index or 0) >= count:
-        raise UserError(f"device {device!r}: torch finds {count} CUDA devices here; use cpu or auto")
-    return target
 
 
 def _check_dtype(dtype: str | None) -> None:

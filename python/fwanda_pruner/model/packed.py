@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from fwanda_kernels import PackedHeader, check_packed, pack_weight, packed_linear, unpack_mask, unpack_weight
 
 from ..config import DTYPES
-from ..errors import UserError
+from ..errors import UserError, one_line
 from .lazy import LazyTensor
 
 EXPERT = re.compile(r"(.+)\.packed_(\w+)_(\d+)")  # path of the module, parameter and index of a packed expert
@@ -186,12 +186,19 @@ def take_experts(module: PackedExperts, *, lazily: bool = False) -> None:
 
 
 def unpack_layers_(model: nn.Module, *, lazily: bool = False) -> None:
-    """Replace the packed layers and experts of a model by dense ones, in place, one after the other."""
+    """Replace the packed layers and experts of a model by dense ones, in place, one after the other.
+
+    Raises:
+        UserError: a packed weight is altered; the message names it. Those before it are dense by then.
+    """
     for name, module in list(model.named_modules()):
-        if isinstance(module, PackedLinear):
-            model.set_submodule(name, module.unpacked(lazily=lazily))
-        elif isinstance(module, PackedExperts):
-            take_experts(module, lazily=lazily)
+        try:
+            if isinstance(module, PackedLinear):
+                model.set_submodule(name, module.unpacked(lazily=lazily))
+            elif isinstance(module, PackedExperts):
+                take_experts(module, lazily=lazily)
+        except ValueError as error:
+            raise UserError(f"{name} cannot be unpacked: {one_line(error)}; load the model again") from error
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, PackedHeader]]:

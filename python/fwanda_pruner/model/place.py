@@ -75,6 +75,21 @@ def named_device(name: str) -> torch.device:
     return device
 
 
+def find_device(device: str | torch.device) -> torch.device:
+    """The device that a setting names; auto is the GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if isinstance(device, str) and device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = named_device(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if target.type == "cuda" and (target.index or 0) >= count:
+        raise UserError(f"device {str(target)!r}: torch finds {count} CUDA devices here; use cpu or auto")
+    return target
+
+
 def fitting_engine(weights: int, memory: int, ranks: int) -> str:
     """The engine for weights of so many bytes, on ranks with so many bytes of free GPU memory each."""
     memory = int(_WEIGHTS_SHARE * memory)

@@ -177,6 +177,8 @@ def _fault_of_tensor(tensor: Tensor) -> str | None:
     quantiser = kind.__module__.split(".")[0] in _QUANTISERS
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         return "has no shape yet; run the model once, so that it is initialised"
+    if tensor.is_complex():
+        return f"is {tensor.dtype}; load the model in bf16, fp16 or fp32"
     if quantiser or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         what = kind.__name__ if quantiser else tensor.dtype
         return f"is quantised ({what}); {_QUANTISE_LATER}"

@@ -165,6 +165,8 @@ def _shared_weights(model: nn.Module) -> set[int]:
 def _check_linear(name: str, module: nn.Module) -> None:
     if not isinstance(module.weight, Tensor):
         raise UserError(f"{name}.weight must be a tensor, got {type(module.weight).__name__}; load the model again")
+    if not isinstance(module.weight, nn.Parameter) and "weight" in module._buffers:
+        raise UserError(f"{name}.weight is a buffer; make it a parameter: module.weight = nn.Parameter(weight)")
     if not isinstance(module.weight, nn.Parameter) or not module.weight.is_floating_point():
         kind = f"{type(module).__name__} with a weight of {module.weight.dtype}"
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..config import PruneConfig
-from ..errors import UserError, one_line, refuse_pipe
+from ..errors import UserError, one_line, refuse_pipe, shown_path
 from ..setting_checks import expect_path
 from ..source_shares import SourceShare, parse_sources
 from . import read_record
@@ -82,7 +83,7 @@ class Report:
             joules by counter and by samples, watts, and a flag.
         versions: see versions().
         tokens_sha256: hash of the calibration tokens; None without calibration.
-        bos: whether each window starts with BOS; None if the run read no text.
+        bos: whether each window of the texts starts with BOS; None if the run read none but token ids.
         warnings: the warnings of the run, one line each.
         omega_floored_rows: number of rows whose omega was raised to the floor; None if the method has no floor.
         domains: one dict for each calibration source and guard: its `source`; whether calibration reads that text
@@ -180,9 +181,11 @@ class Report:
             {**asdict(row), "shape": list(row.shape), "sparsity": _ratio(row.zeros, row.numel)} for row in self.matrices
         ]
         perplexity = [{key: _json_number(value) for key, value in text.items()} for text in self.perplexity]
-        facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        derived = {"sparsity": self.sparsity, "coverage": self.coverage}
-        return {**facts, "perplexity": perplexity, **derived, "matrices": matrices}
+        own = {"matrices": matrices, "perplexity": perplexity}
+        facts = {
+            name: own[name] if name in own else copy.deepcopy(getattr(self, name)) for name in self.__dataclass_fields__
+        }
+        return {**facts, "sparsity": self.sparsity, "coverage": self.coverage}
 
     def to_json(self) -> str:
         """The text of `fwanda.json`: to_dict() as strict JSON, with one matrix a line.
@@ -191,6 +194,17 @@ class Report:
             ValueError: a number is not finite where no report has such a number.
         """
         return _json_text(self.to_dict())
+
+    def expect_valid(self) -> None:
+        """Refuses values that load() would not read back, as Python code may leave them.
+
+        Raises:
+            UserError: naming what is wrong.
+        """
+        try:
+            _read_text(self.to_json())
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+            raise UserError(f"the report is not as prune() made it: {one_line(error)}") from error
 
     @classmethod
     def from_dict(cls, data: dict) -> Report:
@@ -215,18 +229,17 @@ class Report:
         file = path / FILE_NAME if os.path.isdir(path) else path
         refuse_pipe(file, "the report")
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-            # half a surrogate pair cannot be printed, and no record holds NaN or Infinity, which are no JSON
-            json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
-            return cls.from_dict(data)
+            return _read_text(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             problem = f"the folder has no {FILE_NAME}" if os.path.isdir(path) else "no such file or folder"
-            raise UserError(f"report {path}: {problem}; give a {FILE_NAME}, or the folder that holds it") from None
+            raise UserError(
+                f"report {shown_path(path)}: {problem}; give a {FILE_NAME}, or the folder that holds it"
+            ) from None
         except UserError as error:
-            raise UserError(f"report {file}: {error}") from None
+            raise UserError(f"report {shown_path(file)}: {error}") from None
         except (OSError, ValueError, RecursionError, OverflowError) as error:
             raise UserError(
-                f"report {str(file)[:200]}: cannot be read as JSON: {one_line(error, 200)}; give a {FILE_NAME}"
+                f"report {shown_path(file)}: cannot be read as JSON: {one_line(error, 200)}; give a {FILE_NAME}"
             ) from None
 
 
@@ -272,6 +285,14 @@ def _json_text(data: dict) -> str:
             text = f"[\n  {text}\n ]"
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _read_text(text: str) -> Report:
+    """The inverse of Report.to_json()."""
+    data = json.loads(text)
+    # half a surrogate pair cannot be printed, and no record holds NaN or Infinity, which are no JSON
+    json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    return Report.from_dict(data)
 
 
 def _version(package: str) -> str | None:

@@ -66,7 +66,7 @@ def _title(report: Report) -> str:
 
 
 def _windows(text: dict) -> str:
-    bos = "BOS in each" if text["bos"] else "no BOS"
+    bos = {True: "BOS in each", False: "no BOS", None: "token ids as given"}[text["bos"]]
     return f"{text['windows']} windows of {text['seqlen']} tokens, {bos}"
 
 
@@ -76,10 +76,11 @@ def protocol_line(text: dict) -> str:
     Args:
         text: {seqlen, windows, tokens_sha256, bos, tokenizer}, as in Report.perplexity.
     """
-    bos, tokenizer = text["bos"], text["tokenizer"]
+    bos = {True: "in each window", False: "none", None: "as in the token ids"}[text["bos"]]
+    tokenizer = text["tokenizer"]
     parts = [
         f"{text['windows']} windows of {text['seqlen']}",
-        f"BOS {'in each window' if bos else 'none'}",
+        f"BOS {bos}",
         f"tokens {text['tokens_sha256']:.12}",
     ]
     return ", ".join(parts + [f"tokenizer {tokenizer}"] * (tokenizer is not None))

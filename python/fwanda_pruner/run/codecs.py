@@ -32,7 +32,7 @@ def _encode_texts(texts: Texts) -> tuple[Tensors, dict]:
     for i, domain in enumerate(texts.domains):  # clones: files share no memory, and windows may serve two purposes
         tensors |= {f"domain{i}.{part}": getattr(domain, part).clone() for part in _DOMAIN_TENSORS}
     domains = [{name: getattr(domain, name) for name in _DOMAIN_VALUES} for domain in texts.domains]
-    values = {"bos": texts.bos, "domains": domains, "evaluation": list(texts.evaluation)}
+    values = {"bos": texts.bos, "ids": list(texts.ids), "domains": domains, "evaluation": list(texts.evaluation)}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}, values
 
 
@@ -43,7 +43,8 @@ def _decode_texts(tensors: Tensors, values: dict) -> Texts:
     ]
     evaluation = {source: tensors[f"evaluation{i}"] for i, source in enumerate(values["evaluation"])}
     known = {name: tensors.get(name) for name in ("calibration", "labels")}
-    return Texts(**known, evaluation=evaluation, domains=tuple(domains), bos=values["bos"])
+    bos, ids = values["bos"], tuple(values["ids"])
+    return Texts(**known, evaluation=evaluation, domains=tuple(domains), bos=bos, ids=ids)
 
 
 TEXTS: Codec[Texts] = Codec(_encode_texts, _decode_texts)

@@ -28,7 +28,7 @@ def masks(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
         and C inputs: True where the weight is not 0. So a kept weight that is 0 counts as removed.
 
     Raises:
-        UserError: the model has not the matrices of the report, or is packed.
+        UserError: the model has not the matrices of the report, is packed, or was changed between two masks.
     """
     expect_model(model)
     expect_dense(model)
@@ -39,8 +39,11 @@ def masks(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
         if row.skipped is not None:
             continue
         target = weights.get(row.name)
-        if target is None or tuple(target.shape) != tuple(row.shape):
-            raise UserError(f"the model has no matrix {row.name} {list(row.shape)}: the report is of another model")
-        with whole(blocks[target.block]):
-            mask = target.weight != 0
+        try:
+            if target is None or tuple(target.shape) != tuple(row.shape):
+                raise UserError(f"the model has no matrix {row.name} {list(row.shape)}: the report is of another model")
+            with whole(blocks[target.block]):
+                mask = target.weight != 0
+        except (AttributeError, IndexError) as error:
+            raise UserError(f"{row.name} is gone: the model was changed between two masks; read them again") from error
         yield row.name, mask

@@ -24,7 +24,7 @@ from ..report.record import MatrixRow, Report, first_backends, versions
 from ..text.windows import tokens_sha256
 from .energy import EnergyMeter
 from .stage import Stages
-from .texts import Texts, protocol
+from .texts import Texts
 
 FEW_ZEROS = 0.0005  # share of the weights
 
@@ -56,8 +56,8 @@ class Pruned:
 def perplexity(texts: Texts, dense: dict[str, float], pruned: dict[str, float], tokenizer) -> list[dict]:
     """Report.perplexity."""
     return [
-        {"source": source, "dense": dense[source], "pruned": pruned[source]} | protocol(windows, texts.bos, tokenizer)
-        for source, windows in texts.evaluation.items()
+        {"source": source, "dense": dense[source], "pruned": pruned[source]} | texts.protocol_of(source, tokenizer)
+        for source in texts.evaluation
     ]
 
 
@@ -100,7 +100,7 @@ def report(
         energy_details=energy_details,
         versions=versions(engine.device),
         tokens_sha256=_calibration_sha256(texts, pruned.statistics),
-        bos=texts.bos,
+        bos=_bos(texts, pruned.statistics),
         warnings=list(stage.notes),
         omega_floored_rows=pruned.floored_rows,
         domains=pruned.domains,
@@ -158,6 +158,10 @@ def _calibration_sha256(texts: Texts, statistics: Statistics | None) -> str | No
     if texts.calibration is not None:
         return tokens_sha256(texts.calibration)
     return None if statistics is None else statistics.tokens_sha256
+
+
+def _bos(texts: Texts, statistics: Statistics | None) -> bool | None:
+    return statistics.bos if texts.bos is None and statistics is not None else texts.bos
 
 
 def _peak_memory(stage: Stages, device: torch.device) -> int:

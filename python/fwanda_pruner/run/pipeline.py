@@ -17,7 +17,7 @@ from ..allocate.search import Choice
 from ..config import CALIBRATION, PruneConfig, settings_of
 from ..engine.all_weights import WeightCounts, check_finite, count_weights, fingerprint
 from ..engine.attention import check_backward
-from ..engine.device import device_rules, evaluating, model_device
+from ..engine.device import device_rules, evaluating, machine_limits, model_device
 from ..engine.engine import Engine, make_engine
 from ..engine.ranks import Ranks
 from ..errors import UserError
@@ -41,7 +41,7 @@ from .read_texts import own_windows, read_texts
 from .save import check_savable
 from .stage import Stages
 from .state import RunState
-from .texts import Texts, check_ids, protocol, sources_of, with_sources
+from .texts import Texts, check_ids, sources_of, with_sources
 from .titles import calibration_titles, stage_titles
 
 _in_use: set[int] = set()  # ids of the models of running calls
@@ -189,7 +189,7 @@ def _running(model: nn.Module, config: PruneConfig, notes: list[str]) -> Iterato
     """The conditions under which a model is measured and pruned; the warnings inside are added to the notes."""
     device = model_device(model)
     shown = showing(Ranks.current().first)
-    with _alone(model), recording(notes), shown, evaluating(model), device_rules(model, config):
+    with machine_limits(), _alone(model), recording(notes), shown, evaluating(model), device_rules(model, config):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         yield
@@ -329,7 +329,7 @@ def evaluate_model(
     """
     _check_arguments(model, tokenizer, progress, packed=True)
     config = _config(config, settings, (*settings_of("eval", "bos"), "seqlen"))
-    with recording([]), showing(Ranks.current().first), evaluating(model):
+    with machine_limits(), recording([]), showing(Ranks.current().first), evaluating(model):
         config = with_sources(config, None, eval, None)
         targets, _ = plan(model, config)
         engine = make_engine(model, targets, config, progress=progress)
@@ -338,7 +338,7 @@ def evaluate_model(
         _check_ranks(engine, config, texts.evaluation.values())
         found = [
             {"source": source, "perplexity": engine_perplexity(engine, windows, label=f"perplexity, {source}")}
-            | protocol(windows, texts.bos, tokenizer)
+            | texts.protocol_of(source, tokenizer)
             for source, windows in texts.evaluation.items()
         ]
         return {"perplexity": found, "sparsity": _zero_shares(count_weights(engine))}

@@ -98,7 +98,10 @@ def read_texts(
         found = reader.domains(mix)
         _warn_of_read(config, found)
     tokens, labels = (mix.tokens, mix.labels) if calibration else (None, None)
-    return Texts(tokens, labels, windows, tuple(found), reader.bos)
+    if config.bos != "auto" and not reader.by_name and (mix is not None or windows):
+        warn(f"--bos {config.bos} has no effect: token ids are used as they are")
+    ids = tuple(name for name, source in sources.evaluation.items() if isinstance(source, Tensor))
+    return Texts(tokens, labels, windows, tuple(found), reader.bos if reader.by_name else None, ids)
 
 
 def _warn_of_flattery(config: PruneConfig, sources: Sources) -> None:
@@ -155,6 +158,7 @@ class _Reader:
     Attributes:
         config, engine, tokenizer, sources, own: the arguments of read_texts().
         bos: whether windows begin with BOS; None until the first text that is read decides.
+        by_name: whether a text was read that is no token ids.
     """
 
     config: PruneConfig
@@ -163,6 +167,7 @@ class _Reader:
     sources: Sources
     own: Tensor | None
     bos: bool | None
+    by_name: bool = False
 
     @property
     def guards(self) -> tuple[str, ...]:
@@ -181,6 +186,7 @@ class _Reader:
             read: reads the text with BOS at the beginning of each window, or without.
             given: the name or the token ids of the text. Token ids are used as they are and decide nothing.
         """
+        self.by_name |= not isinstance(given, Tensor)
         if self.bos is not None or isinstance(given, Tensor):
             mix = read(bool(self.bos))
         else:

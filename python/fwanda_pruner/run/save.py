@@ -1,5 +1,6 @@
 """A pruned model on disk: its weights, its model card and its record in one folder."""
 
+import errno
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +9,10 @@ from pathlib import Path
 
 from ..config import PruneConfig, settings_of
 from ..engine.ranks import Ranks
-from ..errors import UserError
+from ..errors import UserError, has_control, show
 from ..formats import dense, masks, packed
 from ..formats.audit import Part, WrongFiles, WrongZeros, ZeroCount
-from ..formats.files import atomic_folder, remove_leftovers, trial_folder
+from ..formats.files import atomic_folder, remove_leftovers, system_error, trial_folder
 from ..formats.source import carry_files, lost_tensors
 from ..model.arguments import expect_model, expect_type
 from ..model.names import check_names
@@ -36,15 +37,20 @@ def check_savable(model, tokenizer=None, output: str | Path | None = None) -> No
     Args:
         model: the model to be pruned.
         tokenizer: None, or one that cannot be saved at all, is left out.
-        output: where the pruned model will be saved; None: only the model and the tokenizer are tried.
+        output: where the pruned model will be saved; None: only the model and the tokenizer are tried, if there is a
+            temporary folder for that.
 
     Raises:
         UserError: no folder can be made at `output`, or the config, the generation config or the tokenizer cannot be
             saved or could not be loaded again.
     """
-    place = Path(tempfile.gettempdir(), "fwanda-trial") if output is None else output
-    with trial_folder(place) as folder:
-        dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
+    try:
+        with trial_folder(Path(tempfile.gettempdir(), "fwanda-trial") if output is None else output) as folder:
+            dense.write_settings(folder, model, tokenizer if hasattr(tokenizer, "save_pretrained") else None)
+    except (OSError, UserError) as error:  # gettempdir() raises OSError where no folder can be written
+        refused = isinstance(error, OSError) or system_error(error.__cause__) not in (0, errno.ENOENT)
+        if output is not None or not refused:  # ENOENT: a file of the tokenizer is gone
+            raise
 
 
 def save_pruned(
@@ -89,6 +95,9 @@ def save_pruned(
     check_names(model)
     if not is_sharded(model):  # shard_() has checked it
         check_shared(model)
+    report.expect_valid()
+    if note is not None and has_control(note):
+        raise UserError(f"note must be one line of printable text, got {show(note)}")
     if report.config.get("save") in (None, "dense") and next(packed_weights(model), None) is not None:
         report.config = {**report.config, "save": "packed"}
     form = _format_of(report)
@@ -100,17 +109,19 @@ def save_pruned(
         dense.give_shares(model)
         return
     with _advice_on_zeros(), atomic_folder(output, overwrite=overwrite, needed_bytes=form.model_bytes(model)) as folder:
-        with timed({} if StageName.SAVE.value in report.seconds else report.seconds, StageName.SAVE):
+        with timed(taken := {}, StageName.SAVE):
             form.write(folder, model, tokenizer)
             unread = carry_files(model, tokenizer, folder)
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
         new = [text for text in [*notes, *([note] if note else [])] if text not in report.warnings]
-        saved = replace(report, warnings=[*report.warnings, *new])
+        seconds = {**report.seconds, **{name: s for name, s in taken.items() if name not in report.seconds}}
+        saved = replace(report, seconds=seconds, warnings=[*report.warnings, *new])
         card = model_card(saved, multimodal=is_multimodal(model), note=note)
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")
         (folder / FILE_NAME).write_text(saved.to_json(), encoding="utf-8")
         not_found = form.verify(folder, _expected_zeros(report), model=model, slices=_slices(report))
+        report.seconds = seconds
     report.warnings += new
     for text in notes:
         warn(text)
@@ -178,7 +189,10 @@ def verify_finished(output: str | Path, config: PruneConfig, *, model: str, stat
 
 def _format_of(report: Report):
     """The module of the format that the record names; older records name none."""
-    return _FORMATS[report.config.get("save") or "dense"]
+    name = report.config.get("save") or "dense"
+    if not isinstance(name, str) or name not in _FORMATS:
+        raise UserError(f"config['save'] of the report must be one of {', '.join(_FORMATS)}, got {show(name)}")
+    return _FORMATS[name]
 
 
 def _expected_zeros(report: Report) -> dict[str, ZeroCount]:

@@ -39,7 +39,7 @@ from .energy import EnergyMeter
 from .read_texts import own_seed, own_windows, read_texts
 from .stage import Stages
 from .state import RunState
-from .texts import Sources, Texts
+from .texts import TOKENS, Sources, Texts
 
 _SHOWN = 0.001  # nats: smaller differences between losses are not shown
 
@@ -218,7 +218,8 @@ def measured_statistics(
         )
         text = config.select("text")
         text["calibration"] = list(text["calibration"])
-        read = {"tokens_sha256": tokens_sha256(texts.calibration), "bos": texts.bos, "text": text}
+        bos = None if config.calibration == (TOKENS,) else texts.bos
+        read = {"tokens_sha256": tokens_sha256(texts.calibration), "bos": bos, "text": text}
         return replace(measured, **read, fisher_samples=config.fisher_samples)
 
     return stage(StageName.CALIBRATE, compute, codecs.statistics_codec(engine.device))

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -64,10 +65,15 @@ class RunState:
         if not output.name:
             raise UserError(f"output {output} cannot be replaced; choose a folder inside it")
         self.folder = output.with_name(f".{output.name}.resume")
-        paths = _own_files(self.folder)
         with user_errors(output):
+            paths = _own_files(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  stays open until the process ends
+            try:
+                self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  stays open until the process ends
+            except OSError:
+                with suppress(OSError):  # it holds files of an interrupted run
+                    self.folder.rmdir()
+                raise
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

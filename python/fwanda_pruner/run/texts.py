@@ -60,7 +60,8 @@ class Texts:
         labels: [S] int64, for each calibration window the index of its source in config.sources; None as calibration.
         evaluation: source -> [S, L] int64, in the order of the record.
         domains: windows for comparisons, and for the choice of an allocation.
-        bos: whether windows begin with BOS; None if all texts are token ids, which decide nothing.
+        bos: whether windows of texts by name begin with BOS; None if all texts are token ids, which are used as given.
+        ids: the sources in `evaluation` that were given as token ids.
     """
 
     calibration: Tensor | None
@@ -68,6 +69,11 @@ class Texts:
     evaluation: dict[str, Tensor]
     domains: tuple[Domain, ...]
     bos: bool | None
+    ids: tuple[str, ...] = ()
+
+    def protocol_of(self, source: str, tokenizer) -> dict:
+        """protocol() of an evaluation text."""
+        return protocol(self.evaluation[source], None if source in self.ids else self.bos, tokenizer)
 
 
 def with_sources(
@@ -152,6 +158,8 @@ def check_ids(name: str, tokens: Any) -> None:
         raise UserError(f"{name} as token ids must be a plain tensor, got {fault}; make one by torch.tensor(ids)")
     if tokens.dim() != 2:
         raise UserError(f"{name} as token ids must be [S, L], got {list(tokens.shape)}")
+    if tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise UserError(f"{name} as token ids must be [S, L] with S >= 1 and L >= 2, got {list(tokens.shape)}")
 
 
 def _fault_of_tensor(tokens: Tensor) -> str | None:

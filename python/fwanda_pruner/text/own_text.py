@@ -144,7 +144,7 @@ def start_token_of(model: nn.Module, tokenizer: Any, given: str | int | None = N
 
 
 def _given_start_token(tokenizer: Any, given: str | int) -> int:
-    if isinstance(given, int) or (given.isdecimal() and len(given) <= _DIGITS):
+    if isinstance(given, int) or (given.isascii() and given.isdecimal() and len(given) <= _DIGITS):
         return int(given)
     found = None if tokenizer is None else tokenizer.get_vocab().get(given)
     if found is None:

@@ -112,10 +112,12 @@ def check_source(source: str, flag: str, *, purpose: Purpose, local: bool = Fals
 
 @contextmanager
 def naming(flag: str) -> Iterator[None]:
-    """Puts the name of a flag before the errors of the text that it names."""
+    """Puts the name of a flag before the errors of the text that it names; those of the tokenizer stay."""
     try:
         yield
     except UserError as error:
+        if str(error).startswith("the tokenizer"):
+            raise
         raise UserError(f"{flag} {error}") from error
 
 

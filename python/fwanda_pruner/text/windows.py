@@ -4,12 +4,13 @@ import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError, one_line
+from ..errors import UserError, one_line, show
 from ..notes import muted, warn
 from ..source_shares import OWN_TEXT
 from .sources import NAMED, load_documents
@@ -190,7 +191,7 @@ def given_tokens(tokens: Tensor, seqlen: int) -> Tensor:
     if floating or tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] != seqlen:
         got = f"{list(tokens.shape)} {str(tokens.dtype).removeprefix('torch.')}"
         raise UserError(f"tokens must be integer [S, seqlen] = [S >= 1, {seqlen}], got {got}")
-    ids = tokens.detach().to("cpu", torch.int64)
+    ids = tokens.detach().resolve_neg().to("cpu", torch.int64)
     if ids.min() < 0:
         raise UserError(f"tokens must not be negative, got {int(ids.min())}")
     return ids
@@ -198,7 +199,7 @@ def given_tokens(tokens: Tensor, seqlen: int) -> Tensor:
 
 def tokens_sha256(tokens: Tensor) -> str:
     """Hash integer token ids: sha256, in hex, of their int64 little-endian bytes in row-major order."""
-    ids = tokens.detach().to("cpu", torch.int64).contiguous()
+    ids = tokens.detach().resolve_neg().to("cpu", torch.int64).contiguous()
     return hashlib.sha256(ids.numpy().astype("<i8", copy=False)).hexdigest()
 
 
@@ -233,15 +234,23 @@ def _batches(pieces: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+def _encode(tokenizer: Any, texts: list[str]) -> list[array]:
+    """The token ids of each text."""
     try:
-        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     except (MemoryError, UserError):
         raise
     except Exception as error:  # tokenizers raises no other class, e.g. for a vocabulary without its unknown token
         raise UserError(
             f"the tokenizer cannot read the text ({one_line(error)}); take the tokenizer files of the original model"
         ) from error
+    with suppress(TypeError, OverflowError):  # no integers, or beyond 64 bits
+        if isinstance(found, (list, tuple)) and len(found) == len(texts):
+            return [array("q", ids) for ids in found]
+    raise UserError(
+        f"the tokenizer must give a list of token ids for each of a list of texts, as those of transformers do, got "
+        f"{show(found)}"
+    )
 
 
 def _token_stream(
@@ -297,7 +306,7 @@ def _draw_from_documents(
             short.add(index)
             continue
         start = draw.randrange(len(ids) - length)
-        windows.append(ids[start : start + length])
+        windows.append(ids[start : start + length].tolist())
     return torch.tensor(windows, dtype=torch.int64, device="cpu")
 
 
