@@ -248,7 +248,7 @@ header = fk.read_packed_header(packed)
 fk.row_topk_mask(weight[:8], scale, 9)
 fk.unpack_weight(fk.pack_weight(torch.eye(64)))
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**22,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**25,) * 2)
 for call in (
     lambda: fk.row_topk_mask(weight, scale, 9),
     lambda: fk.nm_mask(weight, scale, 2, 4),

@@ -45,7 +45,7 @@ def test_a_pipe_or_a_device_is_refused_at_once(reader, kind, tmp_path):
 def test_a_pipe_or_a_device_is_no_file_of_sample(kind, tmp_path):
     path = tmp_path / "own.jsonl"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises(UserError, match="--output .*own.jsonl"):
+    with pytest.raises(UserError, match="is a device, a pipe or a socket; choose another name"):
         check_sample_file(path)
 
 
@@ -135,6 +135,16 @@ def test_a_rank_that_cannot_be_is_refused_at_once(ranks, folder, tmp_path):
     done = fwanda(arguments(folder, tmp_path / "out"), env=place)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("fwanda: error: the variable RANK must be in [0, WORLD_SIZE), got")
+
+
+@pytest.mark.fault("ranks by hand")
+@pytest.mark.parametrize("place", [("127.0.0.1", "0"), ("127.0.0.1", "99999"), ("127.0.0.1", "-1"), ("", "29500")])
+def test_an_address_that_cannot_be_is_refused_at_once(place, folder, tmp_path):
+    address, port = place
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": port}
+    done = fwanda(arguments(folder, tmp_path / "out"), env=given)
+    assert done.returncode == 2
+    assert f"a host and a port from 1 to 65535, got {address!r} and {port}; start" in done.stderr.splitlines()[-1]
 
 
 def test_settings_in_json_are_read(tmp_path):

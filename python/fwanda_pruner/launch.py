@@ -94,6 +94,11 @@ class Job:
         import torch.distributed as dist
 
         place, connect = (os.environ["MASTER_ADDR"], _number("MASTER_PORT")), timedelta(seconds=_CONNECT_SECONDS)
+        if not place[0] or not 0 < place[1] < 1 << 16:
+            raise UserError(
+                f"the variables MASTER_ADDR and MASTER_PORT must be a host and a port from 1 to 65535, got "
+                f"{place[0]!r} and {place[1]}; start the ranks by torchrun"
+            )
         stores = []
         attempt = f"fwanda {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
