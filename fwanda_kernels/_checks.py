@@ -45,8 +45,11 @@ def describe_tensor(tensor: Tensor) -> str:
     return describe(tensor.shape, (tensor.dtype,), tensor.device)
 
 
-def is_dense(value: object) -> bool:
-    """A quick look at a value: whether expect_dense() need not look at it."""
+def is_plain(value: object) -> bool:
+    """Whether a value is a dense tensor of torch's own class: a quick check, after which expect_dense() is not needed.
+
+    expect_dense() also accepts some subclasses.
+    """
     if torch.compiler.is_compiling():
         return isinstance(value, Tensor)
     plain = type(value) in PLAIN_TYPES
@@ -56,8 +59,8 @@ def is_dense(value: object) -> bool:
 def expect_dense(op: str, name: str, value: object) -> None:
     """Raise unless the value is a tensor with strides and memory of its own.
 
-    None are lists, arrays of numpy, sparse and nested tensors, zeros without memory as autograd makes them, and
-    subclasses that stand for other tensors, such as a DTensor.
+    It refuses lists, numpy arrays, sparse and nested tensors, zeros without memory (autograd makes them), and
+    subclasses that hold other tensors, such as DTensor.
     """
     if not isinstance(value, Tensor):
         raise ValueError(f"{op}: {name} must be a torch.Tensor, got {_shown(value)}")
@@ -66,7 +69,7 @@ def expect_dense(op: str, name: str, value: object) -> None:
     if value.layout != torch.strided or value.is_nested:
         layout = "a nested tensor" if value.is_nested else f"the layout {value.layout}"
         raise ValueError(f"{op}: {name} must be a dense tensor, got {layout}; pass tensor.to_dense()")
-    if type(value) not in PLAIN_TYPES and _stands_for_others(value):
+    if type(value) not in PLAIN_TYPES and _holds_tensors(value):
         kind = type(value).__name__
         instead = "its to_local() or full_tensor()" if hasattr(value, "full_tensor") else "the tensor that it holds"
         raise ValueError(f"{op}: {name} must be a plain tensor, got a {kind}; pass {instead}")
@@ -74,10 +77,10 @@ def expect_dense(op: str, name: str, value: object) -> None:
         raise ValueError(f"{op}: {name} must have memory, got a tensor of zeros without any; pass tensor.clone()")
 
 
-def _stands_for_others(value: Tensor) -> bool:
+def _holds_tensors(value: Tensor) -> bool:
     """Whether a subclass of Tensor holds other tensors: a DTensor, a MaskedTensor, a quantised weight.
 
-    Subclasses without __tensor_flatten__, and results of collectives that wait for themselves, serve an op by their own
+    Subclasses without __tensor_flatten__, and AsyncCollectiveTensor (it has trigger_wait), serve an op by their own
     __torch_dispatch__.
     """
     held = hasattr(value, "__tensor_flatten__") and not hasattr(value, "trigger_wait")
@@ -134,7 +137,7 @@ def expect_weights(op: str, weights: Sequence[Tensor]) -> list[torch.Size]:
 
 def _expect_each_dense(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     for i, tensor in enumerate(tensors):
-        if not is_dense(tensor):
+        if not is_plain(tensor):
             expect_dense(op, f"{name}[{i}]", tensor)
 
 

@@ -281,7 +281,7 @@ def collect_hessians(
     if unknown := token_weight.keys() - modules.keys():
         raise ValueError(f"collect_hessians: token_weight names {min(unknown)!r}, which is none of the modules")
     for name, weight in token_weight.items():
-        token_weight[name] = _token_weight(name, weight)
+        token_weight[name] = _checked_token_weight(name, weight)
     seen: dict[str, int] = {}
     hessians: dict[str, Tensor] = {}
     grams: dict[str, SharedGram] = {}
@@ -334,8 +334,8 @@ def collect_hessians(
             raise ValueError(f"collect_hessians: {name} saw {count} tokens, token_weight has {len(token_weight[name])}")
 
 
-def _token_weight(name: str, weight: Tensor) -> Tensor:
-    """The weight, in a dtype that torch computes in."""
+def _checked_token_weight(name: str, weight: Tensor) -> Tensor:
+    """The weights of tokens, in a dtype that torch computes in; raises if they cannot be used."""
     what = f"token_weight of {name}"
     expect_dense("collect_hessians", what, weight)
     expect_values("collect_hessians", what, weight)

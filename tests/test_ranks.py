@@ -120,7 +120,7 @@ def test_perplexity_is_that_of_one_process(found):
 def test_ranks_with_other_weights_are_refused_by_name(found):
     assert found[1][0]["refusals"] == {}
     for size in SIZES[1:]:
-        expected = f"rank {size - 1} has other weights than rank 0: give all ranks the same"
+        expected = f"rank {size - 1} differs from rank 0 in weights: give all ranks the same"
         calls = dict.fromkeys(("prune", "collect", "evaluate_model"), expected)
         assert all(rank["refusals"] == calls for rank in found[size])
 

@@ -127,7 +127,7 @@ def test_ranks_with_other_arguments_are_one_line(folder, tmp_path, more, name):
     done = torchrun(2, *arguments(folder, tmp_path / "out", method=METHOD), more=more)
     assert done.returncode == 1
     (error,) = [text for text in done.stderr.splitlines() if text.startswith("fwanda")]
-    assert error.endswith(f": rank 1 has other {name} than rank 0: give all ranks the same")
+    assert error.endswith(f": rank 1 differs from rank 0 in {name}: give all ranks the same")
     assert left(tmp_path) == []
 
 
@@ -146,7 +146,7 @@ def test_one_process_does_not_resume_what_ranks_began(folder, tmp_path, launcher
     launcher.run(2, tmp_path / "streams", command, (1, "prune", "kill"))
     done = fwanda([*command, "--resume"])
     assert done.returncode == 2
-    assert 'had start "by torchrun", this one has "without torchrun"' in own_lines(done.stderr)[-1]
+    assert 'had started "by torchrun", this one has "without torchrun"' in own_lines(done.stderr)[-1]
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["prune", "--methd", "wanda"]])

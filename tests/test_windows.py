@@ -244,8 +244,6 @@ class OddTokenizer:
 )
 def test_a_tokenizer_that_gives_no_lists_of_ids_is_one_line(found, tmp_path):
     settings = {"method": "wanda", "calibration": tiny.text_file(tmp_path), "nsamples": 4, "seqlen": 8}
-    with pytest.raises(
-        UserError, match="^the tokenizer must give a list of token ids for each of a list of texts"
-    ) as e:
+    with pytest.raises(UserError, match="^the tokenizer must give one list of token ids for each text") as error:
         fwanda_pruner.prune(tiny.llama(), OddTokenizer(found), guard="none", progress=False, **settings)
-    assert "\n" not in str(e.value) and len(str(e.value)) < 300
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300

@@ -67,10 +67,10 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
 
 
 def _call(op: str, *args):
-    """What the function of the library returns.
+    """Call a function of the library.
 
     Raises:
-        torch.OutOfMemoryError: the library found no memory; torch says then only that a call of it failed.
+        torch.OutOfMemoryError: there is no memory for the result. torch itself only says that `aten::new_empty` failed.
     """
     try:
         return _FUNCTIONS[op](*args)

@@ -238,13 +238,13 @@ def packed_linear(
     op = "packed_linear"
     header = _header_of(op, packed, header)
     rows, columns = header.shape
-    if not checks.is_dense(x) or x.dim() < 2:
+    if not checks.is_plain(x) or x.dim() < 2:
         checks.expect_tokens(op, x, None)
     if x.shape[-1] != columns or x.dtype != header.dtype or x.device != packed.device:
         expected = checks.describe(("...", columns), (header.dtype,), packed.device)
         raise ValueError(f"{op}: x must be {expected} like the packed weight, got {checks.describe_tensor(x)}")
     if bias is not None and not (
-        checks.is_dense(bias) and bias.shape == (rows,) and bias.dtype == x.dtype and bias.device == x.device
+        checks.is_plain(bias) and bias.shape == (rows,) and bias.dtype == x.dtype and bias.device == x.device
     ):
         checks.expect(op, "bias", bias, (rows,), (x.dtype,), x)
     tokens = x.flatten(0, -2)
@@ -254,7 +254,7 @@ def packed_linear(
 def _header_of(op: str, packed: Tensor, header: PackedHeader | None) -> PackedHeader:
     if header is None:
         return read_packed_header(packed)
-    if not checks.is_dense(packed):
+    if not checks.is_plain(packed):
         checks.expect_dense(op, "packed", packed)
     if packed.dim() != 1 or packed.dtype != torch.uint8:
         raise ValueError(f"{op}: packed must be [N] uint8 on {packed.device}, got {checks.describe_tensor(packed)}")

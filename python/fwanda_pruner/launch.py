@@ -121,16 +121,6 @@ class Job:
                 f"{_CONNECT_SECONDS} s: {one_line(error)}); correct these variables, or start the ranks by torchrun"
             ) from error
 
-    def check_same(self, arguments: dict[str, object]) -> None:
-        """Refuses ranks that were given other arguments: they would wait for each other for ever.
-
-        Raises:
-            UserError: naming a rank and an argument.
-        """
-        from .engine.ranks import Ranks
-
-        Ranks.current().check_same(lambda: arguments)
-
     def leave(self) -> None:
         """Waits for the other ranks at the end of a command, and leaves the process group."""
         import torch.distributed as dist
@@ -220,7 +210,7 @@ def joined(job: Job | None, args: argparse.Namespace) -> Iterator[None]:
 
     Args:
         job: None if there is one process; the block then runs as it is.
-        args: of the command, whose function is `run`.
+        args: the arguments of the command; `run` is its function.
 
     Raises:
         UserError: the command does not divide its work, or the other ranks cannot be reached or have other arguments.
@@ -232,7 +222,10 @@ def joined(job: Job | None, args: argparse.Namespace) -> Iterator[None]:
     if command not in _DIVIDED:
         raise UserError(f"fwanda {command} runs in one process; start it without torchrun")
     job.join()
-    job.check_same({"command": command, **{name: value for name, value in vars(args).items() if name != "run"}})
+    from .engine.ranks import Ranks
+
+    given = {"command": command, **{name: value for name, value in vars(args).items() if name != "run"}}
+    Ranks.current().check_same(lambda: given)  # ranks with other arguments would wait for each other for ever
     yield
     job.leave()
 

@@ -26,19 +26,18 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32:
 
 @triton.jit
 def _counts(bits):
-    """Of each uint32: the ones in the lower half of each nibble, in each nibble, and in each byte."""
+    """Of each uint32: the number of ones in each nibble, and in each byte."""
     twos = bits - ((bits >> 1) & 0x55555555)
-    halves = twos & 0x33333333
-    nibbles = halves + ((twos >> 2) & 0x33333333)
-    return halves, nibbles, (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
+    nibbles = (twos & 0x33333333) + ((twos >> 2) & 0x33333333)
+    return nibbles, (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
 
 
 @triton.jit
 def _chunks(words, offsets_at, data_at, chunk, columns, PER_WORD: tl.constexpr):
     """Where each lane finds its bits and its values.
 
-    chunk, columns: [LANES], the chunk of each lane, and the columns of the weight from its first one on; if there are
-    none, the lane has no values.
+    chunk, columns: [LANES], the chunk of each lane, and how many columns the weight has from the first one of that
+    chunk on; without any, the lane has no values.
     Returns pointers to the bits of the first 64 columns, and what _word_at() and _word() take of each lane: a pointer
     to its common word 0, how many of its words are common, how many are whole, the distance from the number of a
     further word to its place after common word 0, and the last value.
@@ -50,7 +49,7 @@ def _chunks(words, offsets_at, data_at, chunk, columns, PER_WORD: tl.constexpr):
     count = tl.zeros((LANES,), tl.int32)
     for pair in tl.static_range(4):
         bits = tl.load(bits_at + pair * 32, mask=pair * 64 < columns, other=0).to(tl.uint32, bitcast=True)
-        count += (_counts(bits)[2] * 0x01010101 >> 24).to(tl.int32)
+        count += (_counts(bits)[1] * 0x01010101 >> 24).to(tl.int32)
     values_at = bits_at + tl.cdiv(tl.minimum(tl.maximum(columns, 1), 256), 64) * 32
     whole, odd = count // PER_WORD, count % PER_WORD
     by_chunk: tl.constexpr = (LANES // 32, 32)
@@ -156,7 +155,7 @@ def _eight(lanes, kept, middle, missing, BYTE: tl.constexpr, PER_WORD: tl.conste
 @triton.jit
 def _middles(bits, before):
     """What _eight() takes, and `before` of the next bits: the values of the lane before them, in each byte."""
-    _, nibbles, eights = _counts(bits)
+    nibbles, eights = _counts(bits)
     behind = eights * 0x01010101 + before
     middle = behind - eights + (nibbles & 0x0F0F0F0F)
     missing = 0x03030303 - ((nibbles - (bits & 0x11111111)) & 0x0F0F0F0F)
@@ -209,21 +208,21 @@ def _linear_kernel(
             middle, missing, before = _middles(bits, before)
             for half in tl.static_range(2):
                 c = (chunk * 256 + pair * 64 + half * 32 + i % 4 * 8)[:, None] + tl.arange(0, 8)[None, :]
-                there = _tokens(x, c, i % 32 // 4, tokens, cols)
+                inputs = _tokens(x, c, i % 32 // 4, tokens, cols)
                 if GROUPS == 2:
-                    there = tl.join(there, _tokens(x, c, i % 32 // 4 + 8, tokens, cols))
+                    inputs = tl.join(inputs, _tokens(x, c, i % 32 // 4 + 8, tokens, cols))
                 upper = _eight(lanes, bits, middle, missing, 2 * half, PER_WORD)
                 lower = _eight(lanes, bits, middle, missing, 2 * half + 1, PER_WORD)
                 # lane 4 g + t has columns 8 t + 4 a + b of rows g and g + 8, and of token g. The tensor cores may take
                 # columns in any order: if these are columns 16 a + 4 t + b, each lane has what its thread must give
                 dense = tl.reshape(tl.join(upper, lower), (CHUNKS, 8, 4, 2, 4, 2))  # chunk, g, t, a, b, row
                 dense = tl.reshape(tl.permute(dense, (0, 5, 1, 3, 2, 4)), (CHUNKS, 16, 32))
-                there = tl.reshape(there, (CHUNKS, 8, 4, 2, 4, GROUPS))  # chunk, g, t, a, b, group
-                there = tl.reshape(tl.permute(there, (0, 3, 2, 4, 5, 1)), (CHUNKS, 32, 8 * GROUPS))
+                inputs = tl.reshape(inputs, (CHUNKS, 8, 4, 2, 4, GROUPS))  # chunk, g, t, a, b, group
+                inputs = tl.reshape(tl.permute(inputs, (0, 3, 2, 4, 5, 1)), (CHUNKS, 32, 8 * GROUPS))
                 dense = dense.to(x.dtype.element_ty, bitcast=True)
                 if INTERPRETED:  # interpreted products take bf16 for integers
-                    dense, there = exact_float(dense), exact_float(there)
-                sums = tl.dot(dense, there, sums, input_precision="ieee")
+                    dense, inputs = exact_float(dense), exact_float(inputs)
+                sums = tl.dot(dense, inputs, sums, input_precision="ieee")
     total = tl.sum(sums, axis=0)
     row, t = tl.load(words + order_at // 4 + tile * 16 + tl.arange(0, 16))[:, None], tl.arange(0, 8 * GROUPS)[None, :]
     if BIAS:
@@ -240,7 +239,7 @@ def lanes_of(chunks: int) -> int:
 def options_of(lanes: int, per_word: int, major: int) -> dict[str, int]:
     """Launch options of a kernel for the value of nvidia_major(): a thread for each lane."""
     options = {"num_warps": lanes // (32 if major else 64), "num_stages": 1}
-    if major and per_word == 1:  # ptxas would aim at fewer, and spill
+    if major and per_word == 1:  # else ptxas aims at fewer registers, and spills
         options["maxnreg"] = 128
     return options
 

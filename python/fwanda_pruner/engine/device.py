@@ -61,7 +61,7 @@ def device_rules(model: nn.Module, config: PruneConfig) -> Iterator[None]:
 
 @contextmanager
 def machine_limits() -> Iterator[None]:
-    """Turns what this machine says at its limits into a UserError: no memory on the CPU, or too many open files."""
+    """Turns errors at the limits of this machine into a UserError: no memory on the CPU, or too many open files."""
     try:
         yield
     except UserError:

@@ -94,7 +94,7 @@ class Windows(Protocol):
     def ready(self, group: range, size: int) -> AbstractContextManager[None]:
         """Entered around the passes of a group, before the sums; `size` is the micro-batch, which may still grow.
 
-        An empty group stands for idle() alone.
+        If the group is empty, only idle() is called inside.
         """
 
     def run(self, start: int, size: int) -> None:

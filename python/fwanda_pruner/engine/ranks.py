@@ -111,8 +111,8 @@ class Ranks:
         self._group, self._cuda = group, cuda
 
     @property
-    def start(self) -> str:
-        """How this process was started, which decides in which order sums add up."""
+    def started(self) -> str:
+        """How this process was started. The order in which sums add up depends on it."""
         return "without torchrun" if self.alone else "by torchrun"
 
     @classmethod
@@ -195,7 +195,7 @@ class Ranks:
         for rank, theirs in enumerate(others, 1):
             for name in {**first, **theirs}:
                 if theirs.get(name) != first.get(name):
-                    raise UserError(f"rank {rank} has other {name} than rank 0: give all ranks the same")
+                    raise UserError(f"rank {rank} differs from rank 0 in {name}: give all ranks the same")
 
     def merge(self, sums: Sums, merging: Merging, device: torch.device) -> None:
         """Replaces the sums by those of all processes, in the order of the windows.

@@ -97,7 +97,7 @@ class WandaSparsifier(BaseSparsifier):
         _check_config(config)
         try:
             super().prepare(model, config)
-        except AssertionError as error:  # of the host: what an entry says of its tensor contradicts the name
+        except AssertionError as error:  # of the host: an entry contradicts its tensor_fqn
             self.groups.clear()
             raise UserError(f"config does not fit the model: {one_line(error)}") from error
 
@@ -208,7 +208,7 @@ def _parametrization(module: nn.Module, tensor_name: str, **_) -> nn.Module:
 
 
 def _check_config(config: object) -> None:
-    """Refuse a config that is no list of dicts with the name of a tensor each."""
+    """Refuse a config that is not a list of dicts, each with the name of a tensor."""
     example = '[{"tensor_fqn": "fc.weight"}]'
     if config is not None and not isinstance(config, (list, tuple)):
         raise UserError(f"config must be a list of dicts, such as {example}, got {show(config)}")

@@ -27,7 +27,7 @@ def blocks_lie_apart(model: nn.Module) -> bool:
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The innermost module that runs the decoder blocks; the model itself if it does so without a part of its own."""
+    """The innermost module that runs the decoder blocks; it may be the model itself."""
     path = find_blocks(model)[0].rpartition(".")[0]
     while isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
         path = path.rpartition(".")[0]

@@ -18,7 +18,7 @@ from .record import FILE_NAME, Report
 _DATASETS = {"c4": "allenai/c4", "wikitext2": "Salesforce/wikitext"}  # names of texts -> data sets of the Hub
 _KNOWN = {"smollm2": {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0", "language": "en"}}
 _DEQUANTISED = (
-    "The weights were read from a GGUF file. Where it is quantised, they are not exactly those of the original."
+    "The weights were read from a GGUF file. If it is quantised, they are not exactly those of the original model."
 )
 _INHERITED = ("license", "license_name", "license_link", "language")
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)

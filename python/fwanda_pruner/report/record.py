@@ -83,7 +83,7 @@ class Report:
             joules by counter and by samples, watts, and a flag.
         versions: see versions().
         tokens_sha256: hash of the calibration tokens; None without calibration.
-        bos: whether each window of the texts starts with BOS; None if the run read none but token ids.
+        bos: whether each window of the texts starts with BOS; None if the run read no text, or only token ids.
         warnings: the warnings of the run, one line each.
         omega_floored_rows: number of rows whose omega was raised to the floor; None if the method has no floor.
         domains: one dict for each calibration source and guard: its `source`; whether calibration reads that text

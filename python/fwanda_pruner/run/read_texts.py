@@ -158,7 +158,7 @@ class _Reader:
     Attributes:
         config, engine, tokenizer, sources, own: the arguments of read_texts().
         bos: whether windows begin with BOS; None until the first text that is read decides.
-        by_name: whether a text was read that is no token ids.
+        by_name: whether a text was read that was not given as token ids.
     """
 
     config: PruneConfig

@@ -116,7 +116,7 @@ def write_sample(
         facts = {**text, "start_token": start, "weights": fingerprint(engine), **versions(device)}
         facts["dtype"] = str(model.dtype).removeprefix("torch.")  # the fingerprint is the same in every dtype
         ranks.check_same(lambda: facts)
-        ranks.share(lambda: state.identify({**facts, "start": ranks.start}))
+        ranks.share(lambda: state.identify({**facts, "started": ranks.started}))
         tokens, energy = stages.sampled(stage, engine, config, start, config.nsamples)
     if ranks.first:
         _write(model, tokenizer, output, tokens, config)

@@ -115,7 +115,8 @@ def save_pruned(
         notes = [f"{', '.join(unread)} could not be read and copied"] if unread else []
         notes += filter(None, [lost_tensors(model, folder)])
         new = [text for text in [*notes, *([note] if note else [])] if text not in report.warnings]
-        seconds = {**report.seconds, **{name: s for name, s in taken.items() if name not in report.seconds}}
+        seconds = dict(report.seconds)
+        seconds.setdefault(StageName.SAVE.value, taken[StageName.SAVE.value])  # a copy keeps the seconds of the run
         saved = replace(report, seconds=seconds, warnings=[*report.warnings, *new])
         card = model_card(saved, multimodal=is_multimodal(model), note=note)
         (folder / _CARD_NAME).write_text(card, encoding="utf-8")

@@ -79,7 +79,7 @@ def identify(
     facts["tokenizer"] = tokenizer_sha256(tokenizer)
     ranks.check_same(lambda: {**facts, "engine": engine.name})
     facts |= sources.identity()
-    ranks.share(lambda: state.identify({**facts, "start": ranks.start}) if state.folder else None)
+    ranks.share(lambda: state.identify({**facts, "started": ranks.started}) if state.folder else None)
     if state.resumed:
         state.notes.append("resumed: seconds and energy are those of the last part")
 

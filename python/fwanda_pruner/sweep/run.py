@@ -356,7 +356,7 @@ def _cell_path(sweep: _Sweep, config: PruneConfig, prefix: str = "") -> Path:
         "shared": sweep.recipe.share_statistics,
     }
     if not (ranks := Ranks.current()).alone:
-        facts["start"] = ranks.start
+        facts["started"] = ranks.started
     if sweep.tasks.data_dir is not None:
         facts["data_dir"] = str(Path(sweep.tasks.data_dir).resolve())
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

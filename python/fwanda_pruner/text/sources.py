@@ -112,7 +112,7 @@ def check_source(source: str, flag: str, *, purpose: Purpose, local: bool = Fals
 
 @contextmanager
 def naming(flag: str) -> Iterator[None]:
-    """Puts the name of a flag before the errors of the text that it names; those of the tokenizer stay."""
+    """Puts the name of a flag before the errors of the text that it names; those of the tokenizer stay as they are."""
     try:
         yield
     except UserError as error:

@@ -248,8 +248,7 @@ def _encode(tokenizer: Any, texts: list[str]) -> list[array]:
         if isinstance(found, (list, tuple)) and len(found) == len(texts):
             return [array("q", ids) for ids in found]
     raise UserError(
-        f"the tokenizer must give a list of token ids for each of a list of texts, as those of transformers do, got "
-        f"{show(found)}"
+        f"the tokenizer must give one list of token ids for each text, as those of transformers do, got {show(found)}"
     )
 
 
