@@ -107,14 +107,17 @@ struct Packed {
     offsets = order + 4 * kTileRows * tiles;
     data = offsets + (4 * (chunks + 1) + kAligned - 1) / kAligned * kAligned;
     size = packed.numel() - (data - bytes);
-    if (size < 0 || size != end_of(chunks - 1) || !names_each_row_once()) code = kAltered;
+    if (size < 0 || size != end_of(chunks - 1) || !order_is_whole()) code = kAltered;
   }
-  bool names_each_row_once() const {
+  bool order_is_whole() const {
     std::vector<bool> named(rows);
     for (int64_t place = 0; place < rows; place++) {
       const int64_t row = row_of(place);
       if (row < 0 || row >= rows || named[row]) return false;
       named[row] = true;
+    }
+    for (int64_t place = rows; place < tiles * kTileRows; place++) {
+      if (row_of(place) != -1) return false;
     }
     return true;
   }
@@ -556,7 +559,7 @@ int64_t for_chunks(const Packed& w, Gather gather, int per_word, const Chunk& bo
         }
         body(tile, k, w.data + start, pairs, lanes, Ahead{w.data + stop});
       }
-      if (!end(tile, lanes)) ok = false;
+      end(tile, lanes);
     }
   });
   return ok ? 0 : kAltered;
@@ -586,7 +589,6 @@ int64_t linear(const Tensor& x, const Packed& w, const std::optional<Tensor>& bi
     kernel.multiply(bits, pairs, lanes, arranged.data + k * 4 * 4 * padded * 32, padded, lanes.sums, ahead);
   };
   const auto finish = [&](int64_t tile, const Lanes& lanes) {
-    bool ok = true;
     for (int g = 0; g < 8; g++) {
       const int64_t rows[2] = {w.row_of(tile * kTileRows + g), w.row_of(tile * kTileRows + 8 + g)};
       for (int b = 0; b < tokens; b++) {
@@ -594,14 +596,11 @@ int64_t linear(const Tensor& x, const Packed& w, const std::optional<Tensor>& bi
         reduce(lanes.sums + (g * padded + b) * 16, kernel.interleaved(), values, values + 1);
         for (int half = 0; half < 2; half++) {
           if (rows[half] < 0) continue;
-          ok = ok && rows[half] < w.rows;
-          if (!ok) return false;
           const float sum = values[half] + (added ? to_float(added[rows[half]]) : 0.0f);
           from_float(sum, result[b * w.rows + rows[half]]);
         }
       }
     }
-    return ok;
   };
   return for_chunks(w, kernel.gather, per_word<T>(), multiply, finish);
 }
@@ -654,7 +653,7 @@ int64_t unpack(const Packed& w, const Tensor& out) {
       T* rows[2];
       for (int half = 0; half < 2; half++) {
         const int64_t row = w.row_of(tile * kTileRows + 8 * half + l / 4);
-        rows[half] = 0 <= row && row < w.rows ? dense + row * w.columns : nullptr;
+        rows[half] = row < 0 ? nullptr : dense + row * w.columns;
       }
       const auto* values = reinterpret_cast<const T*>(lanes.words + l * kRun);
       for (int p = 0; p < pairs; p++) {
@@ -670,7 +669,7 @@ int64_t unpack(const Packed& w, const Tensor& out) {
       }
     }
   };
-  return for_chunks(w, kernel.gather, per_word<T>(), write, [](int64_t, const Lanes&) { return true; });
+  return for_chunks(w, kernel.gather, per_word<T>(), write, [](int64_t, const Lanes&) {});
 }
 
 std::tuple<Tensor, int64_t> packed_linear(

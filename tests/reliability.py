@@ -312,7 +312,7 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         "refused in one line: their sums add up in another order",
     ),
     "ranks by hand": (
-        "RANK and WORLD_SIZE are set by hand, and contradict each other",
+        "RANK and WORLD_SIZE, or MASTER_ADDR and MASTER_PORT, are set by hand to what cannot be",
         "refused at once, in one line that names both",
     ),
     "Ctrl-C": (

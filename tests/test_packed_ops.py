@@ -222,13 +222,19 @@ def test_bits_that_do_not_fit_their_offsets_are_refused_and_read_nothing_else():
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize(
     ("part", "at", "size"),
-    [("order", 64, 2), ("order", 64, 80), ("offsets", 64 + 128 + 1, 2), ("bits", 64 + 128 + 16, 512)],
+    [
+        ("order", 64, 2),
+        ("order", 64, 80),
+        ("padding", 64 + 4 * 25, 4),
+        ("offsets", 64 + 128 + 1, 2),
+        ("bits", 64 + 128 + 16, 512),
+    ],  # fmt: skip
 )
 def test_altered_bytes_are_one_line_for_every_op_that_reads_them(part, at, size, backend):
     if backend == "native" and find_library() is None:
         pytest.skip("not built: python -m fwanda_kernels --build cpu")
     packed = fk.pack_weight(make_weight(20, 200), random_mask(20, 200, 0.2))
-    packed[at : at + size] = 255
+    packed[at : at + size] = 0 if part == "padding" else 255
     calls = {
         "unpack_mask": lambda: fk.unpack_mask(packed),
         "unpack_weight": lambda: fk.unpack_weight(packed),
