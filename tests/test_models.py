@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+import transformers
 from tiny import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune, run_name
 
 import fwanda_pruner
@@ -21,6 +22,34 @@ def test_every_linear_layer_of_a_block_is_pruned_exactly(family, settings):
     check_counts(model, report)
     assert torch.equal(embedding, model.get_input_embeddings().weight)
     assert torch.isfinite(model(tiny.tokens(1, 24)).logits).all()
+
+
+@pytest.mark.fault("model classes")
+def test_a_model_that_changes_its_embeddings_in_place_is_pruned():
+    sizes = {"n_embd": 32, "dff": 48, "n_layer": 2, "n_head": 4, "vocab_size": 67, "n_positions": 64}
+    model = transformers.CTRLLMHeadModel(transformers.CTRLConfig(**sizes)).eval()
+    report = prune(model, method="fwanda")
+    assert len(report.matrices) == 2 * 6 and report.sparsity["matrices"] == 0.5
+
+
+class ForgetfulLlama(transformers.LlamaForCausalLM):
+    """A model that cannot go on from what it has read."""
+
+    def forward(self, *args, past_key_values=None, use_cache=None, **kwargs):
+        if use_cache:
+            raise IndexError("index -1 is out of bounds")
+        return super().forward(*args, use_cache=False, **kwargs)
+
+
+@pytest.mark.fault("model classes")
+def test_a_model_that_writes_no_text_is_named_in_one_line():
+    model = tiny.llama()
+    model.__class__ = ForgetfulLlama
+    settings = {"method": "wanda", "calibration": "self", "nsamples": 2, "seqlen": 8, "progress": False}
+    with pytest.raises(
+        UserError, match=r"^ForgetfulLlama cannot write text token by token \(index -1 is out of bounds"
+    ):
+        fwanda_pruner.prune(model, tiny.tokenizer(), **settings)
 
 
 # Multimodal models

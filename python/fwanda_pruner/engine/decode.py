@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticCache, StaticLayer
 
-from ..errors import UserError, one_line
+from ..errors import UserError, is_lost_connection, one_line
 from ..notes import warn
 from .device import model_device
 from .losses import invert_distribution, predictions
@@ -149,9 +149,14 @@ class Decoder:
         arguments = {name: self._static if static else self._cache}
         if static and "cache_position" in self._parameters:  # transformers 4 cannot tell it from the cache in a graph
             arguments["cache_position"] = self._position
-        output = self._model(input_ids=self._token, use_cache=True, **arguments)
+        kind = type(self._model).__name__
+        try:
+            output = self._model(input_ids=self._token, use_cache=True, **arguments)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if static or isinstance(error, torch.OutOfMemoryError) or is_lost_connection(error):
+                raise
+            raise UserError(f"{kind} cannot write text token by token ({one_line(error, 100)})") from error
         if not hasattr(output, "logits"):
-            kind = type(self._model).__name__
             raise UserError(f"{kind} returns a {type(output).__name__} without logits, so it cannot write text")
         if not static:
             self._cache = getattr(output, name)

@@ -139,7 +139,8 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:
         p.requires_grad_(False)
-    handle = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_(True))
+    # a copy, because some models change it in place
+    handle = model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_(True).clone())
     try:
         yield
     finally:
