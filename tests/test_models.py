@@ -9,6 +9,7 @@ from tiny import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune, ru
 import fwanda_pruner
 from fwanda_pruner import UserError
 from fwanda_pruner.model.load import load_model
+from fwanda_pruner.run.bench import decode_steps
 
 
 @pytest.mark.fault("model classes")
@@ -30,6 +31,28 @@ def test_a_model_that_changes_its_embeddings_in_place_is_pruned():
     model = transformers.CTRLLMHeadModel(transformers.CTRLConfig(**sizes)).eval()
     report = prune(model, method="fwanda")
     assert len(report.matrices) == 2 * 6 and report.sparsity["matrices"] == 0.5
+
+
+@pytest.mark.fault("model classes")
+@pytest.mark.parametrize("method", ["sparsegpt", "fsparsegpt"])
+def test_a_model_whose_blocks_return_lists_is_pruned_block_by_block(method):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 67, "n_positions": 64}
+    model = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(**sizes)).eval()
+    assert prune(model, method=method).sparsity["matrices"] == 0.5
+    with pytest.raises(UserError, match="OpenAIGPTLMHeadModel returns no past_key_values, so it cannot write text"):
+        fwanda_pruner.prune(model, tiny.tokenizer(), calibration="self", nsamples=2, seqlen=8, progress=False)
+    with pytest.raises(UserError, match="OpenAIGPTLMHeadModel returns no past_key_values, so its decoding cannot be"):
+        decode_steps(model, TEXT[:1])
+
+
+@pytest.mark.fault("model classes")
+def test_hidden_states_of_another_order_are_refused_in_one_line():
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "vocab_size": 67}
+    model = transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes)).eval()
+    with pytest.raises(
+        UserError, match=r"^XLNetLMHeadModel cannot be run block by block.* is \[24, 1, 32\], not \[B, L, H\]"
+    ):
+        prune(model, method="sparsegpt")
 
 
 class ForgetfulLlama(transformers.LlamaForCausalLM):

@@ -159,7 +159,9 @@ class Decoder:
         if not hasattr(output, "logits"):
             raise UserError(f"{kind} returns a {type(output).__name__} without logits, so it cannot write text")
         if not static:
-            self._cache = getattr(output, name)
+            self._cache = getattr(output, name, None)
+            if self._cache is None:
+                raise UserError(f"{kind} returns no {name}, so it cannot write text token by token")
         probabilities = output.logits[:, -1].float().softmax(-1)
         self._bad |= probabilities[:, 0].isnan().any()  # a NaN or inf among the logits makes its whole row NaN
         token = invert_distribution(probabilities, self._uniforms.index_select(1, self._position))

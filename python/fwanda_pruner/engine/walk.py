@@ -137,6 +137,10 @@ class BlockWalk:
         """Stores the hidden states of some windows at the input of the first block."""
         ids = self._tokens[start : start + size]
         states = self._first_hidden(ids)
+        if states.shape[:2] != ids.shape:
+            raise UserError(
+                f"{_not_a_chain(self._model)}: the input of its blocks is {list(states.shape)}, not [B, L, H]"
+            )
         if self.hidden is None:
             self.hidden = allocate_large((len(self._own), *states.shape[1:]), states)
         self.hidden_of(start, size).copy_(states)
@@ -201,7 +205,7 @@ class BlockWalk:
     def _block_output(self, index: int, hidden: Tensor, arguments: tuple[tuple, dict]) -> Tensor:
         args, kwargs = arguments
         output = self.blocks[index].forward(hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        return output[0] if isinstance(output, tuple | list) else output
 
     def _first_hidden(self, ids: Tensor) -> Tensor:
         """[B, L, H] input of the first block."""

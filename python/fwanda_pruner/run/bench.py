@@ -209,6 +209,8 @@ def decode_steps(model: nn.Module, prompt: Tensor) -> Callable[[], object]:
     """A function that decodes one more token of each sequence greedily, with a growing cache."""
     out = model(input_ids=prompt, use_cache=True)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # the older name
+    if getattr(out, name, None) is None:
+        raise UserError(f"bench: {type(model).__name__} returns no {name}, so its decoding cannot be timed")
     state = {"cache": getattr(out, name), "token": out.logits[:, -1:].argmax(-1)}
 
     def step() -> None:
