@@ -9,13 +9,14 @@ import pickle
 import pytest
 import tiny
 import torch
+import transformers
 from test_packed import IDS, assert_same_state, logits, sparse, state
 from test_tasks import examples, write_task
 from transformers import AutoModelForCausalLM
 
 from fwanda_pruner import UserError, evaluate_model, load_model, load_packed, pack_, prune, save_pruned, unpack_
 from fwanda_pruner.evaluate.lm_eval_tasks import evaluate_tasks
-from fwanda_pruner.model.packed import packed_weights
+from fwanda_pruner.model.packed import PackedLinear, packed_weights
 from fwanda_pruner.model.targets import find_targets
 
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
@@ -268,3 +269,14 @@ def test_a_packed_layer_takes_a_vector_as_a_dense_one(family):
     x = torch.linspace(-1, 1, find_targets(model)[0][0].shape[1])
     expected = torch.nn.functional.linear(x, find_targets(model)[0][0].weight, model.get_submodule(name).bias)
     torch.testing.assert_close(pack_(model).get_submodule(name)(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_whose_weight_the_model_reads_itself_stay_dense():
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=67, state_size=8)
+    model = sparse(transformers.MambaForCausalLM(config).eval())
+    expected = logits(model)
+    pack_(model)
+    mixer = model.backbone.layers[0].mixer
+    assert isinstance(mixer.in_proj, PackedLinear) and isinstance(mixer.dt_proj, torch.nn.Linear)
+    assert torch.allclose(logits(model), expected, atol=1e-5)

@@ -328,3 +328,12 @@ def test_a_stage_under_the_name_of_another_is_refused(tmp_path):
     (state.folder / "choose-00000.safetensors").rename(state.folder / "choose-00001.safetensors")
     with pytest.raises(UserError, match="choose-00001.safetensors is broken .*it holds the stage choose-00000"):
         state.recall("choose-00001")
+
+
+@pytest.mark.fault("Ctrl-C")
+def test_the_end_of_a_block_of_code_lets_others_go_on(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RunState(tmp_path / "out") as state:
+        state.keep("text", {}, 7.5)
+        raise KeyboardInterrupt
+    with RunState(tmp_path / "out", resume=True) as again:
+        assert again.resumed and again.recall("text")[1] == 7.5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ _CHECKED_TOKENS = 16  # for which the output of a layer with its own forward() i
 
 def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
     """Replace the pruned matrices of a model by packed ones, in place, one after the other.
+
+    A layer stays dense if the code of the module around it reads its weight.
 
     Args:
         model: a pruned causal language model. Removed weights are those that are +0.0.
@@ -63,6 +67,9 @@ def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor], *, ho
         chosen = find_targets(model)[0]
     else:
         chosen = sparse_targets(model, advice="prune it first, or pack it anyway with --force (force=True in Python)")
+    chosen = [target for target in chosen if not _weight_is_read(model, target)]
+    if not chosen:
+        raise UserError("the model reads the weights of all its layers itself, so none can be packed; save it dense")
     expect_one_dtype({target.weight.dtype for target in chosen})
     _check_layers(chosen, hooks)
     waiting = {target.parameter: target for target in reversed(chosen)}
@@ -144,6 +151,24 @@ def sparse_targets(model: nn.Module, *, advice: str = "prune it first") -> list[
             f"{size_text(weights * size)}, and would take {size_text(weights * size + weights // 8)} packed; {advice}"
         )
     return chosen
+
+
+def _weight_is_read(model: nn.Module, target: Target) -> bool:
+    """Whether the module that holds a layer reads its weight itself, which it could not do if the layer was packed."""
+    path, _, name = target.name.rpartition(".")
+    if target.slice_of is not None:
+        return False
+    classes = [kind for kind in type(model.get_submodule(path)).__mro__ if not kind.__module__.startswith("torch.")]
+    return any(f"self.{name}.weight" in _source_of(kind) for kind in classes)
+
+
+@cache
+def _source_of(kind: type) -> str:
+    """The source code of a class; empty if it has none."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def _check_layers(targets: list[Target], hooks: bool) -> None:

@@ -69,7 +69,7 @@ class RunState:
             paths = _own_files(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  stays open until the process ends
+                self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  stays open until the end
             except OSError:
                 with suppress(OSError):  # it holds files of an interrupted run
                     self.folder.rmdir()
@@ -100,11 +100,13 @@ class RunState:
         return self
 
     def __exit__(self, _kind, error: BaseException | None, *_) -> None:
-        """Leaves the finished stages for --resume, and removes a folder that has none."""
+        """Leaves the finished stages for --resume, and removes a folder that has none. Others may then write it."""
         if self.folder is None:
             return
         saved = any(path != self._path(_RUN) for path in self.folder.glob("*.safetensors"))
-        if not saved:
+        if saved:
+            self._lock.close()
+        else:
             self.remove()
         if isinstance(error, KeyboardInterrupt):
             error.args = ("continue with the same command and --resume" if saved else "no stage was finished yet",)
