@@ -55,6 +55,21 @@ def test_hidden_states_of_another_order_are_refused_in_one_line():
         prune(model, method="sparsegpt")
 
 
+@pytest.mark.fault("model classes")
+@pytest.mark.parametrize("method", ["wanda", "fwanda"])
+def test_a_model_that_changes_its_weights_while_it_runs_is_refused(method):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 67, "context_length": 64}
+    model = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, rescale_every=2)).eval()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(UserError, match="divides its weights by powers of 2 while it runs; set rescale_every to 0"):
+        prune(model, method=method)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    plain = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, rescale_every=0)).eval()
+    weights = {name: p.clone() for name, p in plain.named_parameters()}
+    assert prune(plain, method=method).sparsity["matrices"] == 0.5
+    assert all(torch.equal(p[p != 0], weights[name][p != 0]) for name, p in plain.named_parameters())
+
+
 class ForgetfulLlama(transformers.LlamaForCausalLM):
     """A model that cannot go on from what it has read."""
 
