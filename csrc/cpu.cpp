@@ -6,7 +6,7 @@
 // is linear whatever the ties. Groups of 4 and 8 columns rank their scores by comparing all pairs, without a branch;
 // other group sizes use std::nth_element. Rows are independent: results do not depend on the number of threads.
 //
-// Every op returns a code of bad.h besides its result, and throws nothing.
+// Every op writes to a tensor that the caller allocates, returns a code of bad.h, and throws nothing.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -18,7 +18,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <tuple>
 #include <vector>
 
 #include "bad.h"
@@ -256,6 +255,11 @@ bool fits_pattern(const Tensor& weight, int64_t n, int64_t m) {
   return m >= 1 && 0 <= n && n <= m && weight.size(1) % m == 0;
 }
 
+bool fits_mask(const Tensor& weight, const Tensor& out) {
+  return out.dim() == 2 && out.size(0) == weight.size(0) && out.size(1) == weight.size(1) && out.is_contiguous() &&
+         out.scalar_type() == ScalarType::Bool;
+}
+
 template <class V>
 std::vector<V> to_vector(const Tensor& t) {
   const V* data = static_cast<const V*>(t.data_ptr());
@@ -332,15 +336,14 @@ int64_t prune(const Tensor& weight, int64_t flag, const Select& select) {
 }
 
 template <class Select>
-std::tuple<Tensor, int64_t> mask(const Tensor& weight, int64_t flag, const Select& select) {
+int64_t mask(const Tensor& weight, int64_t flag, const Tensor& out, const Select& select) {
   const Shape s = shape_of(weight);
-  Tensor out = torch::stable::new_empty(weight, {s.rows, s.columns}, ScalarType::Bool);
   const ScalarType dtype = weight.scalar_type();
   if (dtype == ScalarType::BFloat16) flag = mask<BFloat16>(weight, s, flag, out, select);
   if (dtype == ScalarType::Half) flag = mask<Half>(weight, s, flag, out, select);
   if (dtype == ScalarType::Float) flag = mask<Float>(weight, s, flag, out, select);
-  if (flag) torch::stable::zero_(out);
-  return {out, flag};
+  if (flag) std::memset(out.data_ptr(), 0, s.rows * s.columns);
+  return flag;
 }
 
 auto topk(const Arguments& a, int64_t columns) {
@@ -355,20 +358,16 @@ auto groups(const Arguments& a, int64_t columns, int64_t n, int64_t m) {
   };
 }
 
-std::tuple<Tensor, int64_t> refused(const Tensor& like) {
-  return {torch::stable::new_empty(like, {0}, ScalarType::Bool), kRefused};
-}
-
 int64_t row_topk_prune_(const Tensor& weight, const Tensor& scale, const Tensor& keep) {
   if (!fits(weight, scale) || !fits_keep(weight, keep)) return kRefused;
   const Arguments a(scale, keep);
   return prune(weight, a.flag, topk(a, weight.size(1)));
 }
 
-std::tuple<Tensor, int64_t> row_topk_mask(const Tensor& weight, const Tensor& scale, const Tensor& keep) {
-  if (!fits(weight, scale) || !fits_keep(weight, keep)) return refused(weight);
+int64_t row_topk_mask(const Tensor& weight, const Tensor& scale, const Tensor& keep, const Tensor& out) {
+  if (!fits(weight, scale) || !fits_keep(weight, keep) || !fits_mask(weight, out)) return kRefused;
   const Arguments a(scale, keep);
-  return mask(weight, a.flag, topk(a, weight.size(1)));
+  return mask(weight, a.flag, out, topk(a, weight.size(1)));
 }
 
 int64_t nm_prune_(const Tensor& weight, const Tensor& scale, int64_t n, int64_t m) {
@@ -377,18 +376,18 @@ int64_t nm_prune_(const Tensor& weight, const Tensor& scale, int64_t n, int64_t 
   return prune(weight, a.flag, groups(a, weight.size(1), n, m));
 }
 
-std::tuple<Tensor, int64_t> nm_mask(const Tensor& weight, const Tensor& scale, int64_t n, int64_t m) {
-  if (!fits(weight, scale) || !fits_pattern(weight, n, m)) return refused(weight);
+int64_t nm_mask(const Tensor& weight, const Tensor& scale, int64_t n, int64_t m, const Tensor& out) {
+  if (!fits(weight, scale) || !fits_pattern(weight, n, m) || !fits_mask(weight, out)) return kRefused;
   const Arguments a(scale);
-  return mask(weight, a.flag, groups(a, weight.size(1), n, m));
+  return mask(weight, a.flag, out, groups(a, weight.size(1), n, m));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
-  m.def("row_topk_mask(Tensor weight, Tensor scale, Tensor keep) -> (Tensor, int)");
+  m.def("row_topk_mask(Tensor weight, Tensor scale, Tensor keep, Tensor(a!) out) -> int");
   m.def("row_topk_prune_(Tensor(a!) weight, Tensor scale, Tensor keep) -> int");
-  m.def("nm_mask(Tensor weight, Tensor scale, int n, int m) -> (Tensor, int)");
+  m.def("nm_mask(Tensor weight, Tensor scale, int n, int m, Tensor(a!) out) -> int");
   m.def("nm_prune_(Tensor(a!) weight, Tensor scale, int n, int m) -> int");
 }
 

@@ -19,7 +19,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "bad.h"
@@ -672,38 +671,44 @@ int64_t unpack(const Packed& w, const Tensor& out) {
   return for_chunks(w, kernel.gather, per_word<T>(), write, [](int64_t, const Lanes&) {});
 }
 
-std::tuple<Tensor, int64_t> packed_linear(
-    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t rows, int64_t columns) {
+bool fits_result(const Tensor& out, int64_t rows, int64_t columns, ScalarType dtype) {
+  return out.dim() == 2 && out.size(0) == rows && out.size(1) == columns && out.is_contiguous() && out.scalar_type() == dtype;
+}
+
+int64_t packed_linear(
+    const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t rows, int64_t columns, const Tensor& out) {
   const Packed w(packed, rows, columns);
+  if (w.code) return w.code;
   const ScalarType dtype = x.scalar_type();
   const bool x_fits = x.dim() == 2 && x.size(1) == columns && x.size(0) <= kMaxTokens && x.is_contiguous();
   const bool bias_fits = !bias || (bias->dim() == 1 && bias->size(0) == rows && bias->scalar_type() == dtype && bias->is_contiguous());
-  if (w.code || !x_fits || !bias_fits) return {torch::stable::new_empty(x, {0}), w.code ? w.code : kRefused};
-  Tensor out = torch::stable::new_empty(x, {x.size(0), rows}, dtype);
-  if (x.size(0) == 0 || rows == 0) return {out, 0};
-  if (dtype == ScalarType::BFloat16) return {out, linear<BFloat16>(x, w, bias, out)};
-  if (dtype == ScalarType::Half) return {out, linear<Half>(x, w, bias, out)};
-  if (dtype == ScalarType::Float) return {out, linear<Float>(x, w, bias, out)};
-  return {out, kRefused};
+  if (!x_fits || !bias_fits || !fits_result(out, x.size(0), rows, dtype)) return kRefused;
+  if (x.size(0) == 0 || rows == 0) return 0;
+  if (dtype == ScalarType::BFloat16) return linear<BFloat16>(x, w, bias, out);
+  if (dtype == ScalarType::Half) return linear<Half>(x, w, bias, out);
+  if (dtype == ScalarType::Float) return linear<Float>(x, w, bias, out);
+  return kRefused;
 }
 
-// `like` gives the dtype.
-std::tuple<Tensor, int64_t> unpack_weight(const Tensor& packed, const Tensor& like, int64_t rows, int64_t columns) {
+// `out` gives the shape and the dtype.
+int64_t unpack_weight(const Tensor& packed, const Tensor& out) {
+  if (out.dim() != 2) return kRefused;
+  const int64_t rows = out.size(0), columns = out.size(1);
   const Packed w(packed, rows, columns);
-  if (w.code) return {torch::stable::new_empty(like, {0}), w.code};
-  const ScalarType dtype = like.scalar_type();
-  Tensor out = torch::stable::new_empty(like, {rows, columns}, dtype);
-  if (rows == 0 || columns == 0) return {out, 0};
-  if (dtype == ScalarType::Float) return {out, unpack<uint32_t>(w, out)};
-  if (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half) return {out, unpack<uint16_t>(w, out)};
-  return {out, kRefused};
+  if (w.code) return w.code;
+  const ScalarType dtype = out.scalar_type();
+  if (!fits_result(out, rows, columns, dtype)) return kRefused;
+  if (rows == 0 || columns == 0) return 0;
+  if (dtype == ScalarType::Float) return unpack<uint32_t>(w, out);
+  if (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half) return unpack<uint16_t>(w, out);
+  return kRefused;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fwanda_C, m) {
-  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns) -> (Tensor, int)");
-  m.def("unpack_weight(Tensor packed, Tensor like, int rows, int columns) -> (Tensor, int)");
+  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns, Tensor(a!) out) -> int");
+  m.def("unpack_weight(Tensor packed, Tensor(a!) out) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fwanda_C, CPU, m) {

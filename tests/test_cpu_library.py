@@ -23,6 +23,12 @@ PATTERNS = [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4), (0, 8), (3, 8), (4, 8), (8, 
 PATTERNS += [(2, 3), (3, 5), (0, 16), (8, 16), (15, 16), (11, 32), (32, 32), (40, 100)]
 
 
+def masked(op, weight, *arguments):
+    """The mask that an op of the library writes, and its code. Before the call, the mask is true everywhere."""
+    mask = torch.ones(weight.shape, dtype=torch.bool)
+    return mask, op(weight, *arguments, mask)
+
+
 def stable_sort_mask(weight, scale, keep):
     score = weight.float().abs() * scale
     order = torch.sort(score, dim=1, stable=True).indices
@@ -74,7 +80,7 @@ def test_masks_and_pruned_weights_equal_the_stable_sort(dtype, columns):
         weight = weight.to(dtype)
         expected = stable_sort_mask(weight, scale, keep)
         for layout, view in layouts(weight):
-            mask, flag = ops.row_topk_mask(view, scale, keep)
+            mask, flag = masked(ops.row_topk_mask, view, scale, keep)
             assert flag == 0 and torch.equal(mask, expected), (name, layout)
             assert ops.row_topk_prune_(view, scale, keep) == 0
             pruned = torch.where(expected, weight, 0)
@@ -95,7 +101,7 @@ def test_nm_masks_and_pruned_weights_equal_the_reference(n, m, dtype):
                 expected = fk.nm_mask(weight, scale, n, m)
             assert torch.equal(expected.sum(1), torch.full((37,), groups * n))
             for layout, view in layouts(weight):
-                mask, flag = ops.nm_mask(view, scale, n, m)
+                mask, flag = masked(ops.nm_mask, view, scale, n, m)
                 assert flag == 0 and mask.is_contiguous() and torch.equal(mask, expected), (name, layout)
                 assert ops.nm_prune_(view, scale, n, m) == 0
                 assert torch.equal(bits(view), bits(torch.where(expected, weight, 0))), (name, layout)
@@ -105,7 +111,7 @@ def test_nm_masks_and_pruned_weights_equal_the_reference(n, m, dtype):
 def test_nm_ties_remove_the_lowest_columns_of_each_group(m):
     weight = torch.tensor([0.5, -0.5]).repeat(3, m)
     for n in range(m + 1):
-        mask, flag = ops.nm_mask(weight, torch.ones(2 * m), n, m)
+        mask, flag = masked(ops.nm_mask, weight, torch.ones(2 * m), n, m)
         assert flag == 0 and torch.equal(mask, (torch.arange(2 * m) % m >= m - n).expand(3, -1))
 
 
@@ -119,9 +125,9 @@ def test_elements_between_the_rows_of_a_view_are_not_touched():
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 def test_empty_matrices_are_served(shape):
     weight, keep = torch.empty(shape), torch.zeros(shape[0], dtype=torch.int64)
-    mask, flag = ops.row_topk_mask(weight, torch.ones(shape[1]), keep)
+    mask, flag = masked(ops.row_topk_mask, weight, torch.ones(shape[1]), keep)
     assert mask.shape == shape and flag == 0 == ops.row_topk_prune_(weight, torch.ones(shape[1]), keep)
-    mask, flag = ops.nm_mask(weight, torch.ones(shape[1]), 2, 5)
+    mask, flag = masked(ops.nm_mask, weight, torch.ones(shape[1]), 2, 5)
     assert mask.shape == shape and flag == 0 == ops.nm_prune_(weight, torch.ones(shape[1]), 2, 5)
 
 
@@ -141,7 +147,7 @@ def test_bad_values_give_a_flag_and_leave_the_weights(dtype, transposed):
             keep[6] = bad_keep
         expected = (bad_weight is not None) + 2 * (bad_scale is not None) + 4 * (bad_keep is not None)
         view = weight.t().contiguous().t() if transposed else weight.clone()
-        mask, flag = ops.row_topk_mask(view, scale, keep)
+        mask, flag = masked(ops.row_topk_mask, view, scale, keep)
         assert flag == expected and (flag == 0 or not mask.any())
         assert ops.row_topk_prune_(view, scale, keep) == expected
         if expected:
@@ -161,7 +167,7 @@ def test_nm_bad_values_give_a_flag_and_leave_the_weights(n, m, dtype, transposed
             scale[1] = bad_scale
         expected = (bad_weight is not None) + 2 * (bad_scale is not None)
         view = weight.t().contiguous().t() if transposed else weight.clone()
-        mask, flag = ops.nm_mask(view, scale, n, m)
+        mask, flag = masked(ops.nm_mask, view, scale, n, m)
         assert flag == expected and (flag == 0 or not mask.any())
         assert ops.nm_prune_(view, scale, n, m) == expected
         if expected:
@@ -178,7 +184,7 @@ def test_wrong_shapes_and_dtypes_are_refused_by_a_code_and_throw_nothing():
         (weight, scale, keep[1:]),
         (weight, scale, keep.int()),
     ):
-        assert ops.row_topk_mask(*arguments)[1] == REFUSED == ops.row_topk_prune_(*arguments)
+        assert masked(ops.row_topk_mask, *arguments)[1] == REFUSED == ops.row_topk_prune_(*arguments)
     for arguments in (
         (weight[0], scale, 1, 2),
         (weight.double(), scale, 1, 2),
@@ -189,7 +195,7 @@ def test_wrong_shapes_and_dtypes_are_refused_by_a_code_and_throw_nothing():
         (weight, scale, -1, 2),
         (weight, scale, 0, 0),
     ):
-        assert ops.nm_mask(*arguments)[1] == REFUSED == ops.nm_prune_(*arguments)
+        assert masked(ops.nm_mask, *arguments)[1] == REFUSED == ops.nm_prune_(*arguments)
     packed, x = fk.pack_weight(weight), torch.ones(2, 6)
     for arguments in (
         (x[0], packed, None, 4, 6),
@@ -201,10 +207,17 @@ def test_wrong_shapes_and_dtypes_are_refused_by_a_code_and_throw_nothing():
         (x[:, ::2], packed, None, 4, 3),
         (torch.ones(17, 6), packed, None, 4, 6),
     ):
-        assert ops.packed_linear(*arguments)[1] == REFUSED, arguments
-    assert ops.packed_linear(x, packed, None, 64, 6)[1] == ALTERED == ops.unpack_weight(packed, x, 64, 6)[1]
-    assert ops.unpack_weight(packed, x.double(), 4, 6)[1] == REFUSED
-    assert torch.equal(ops.unpack_weight(packed, x, 4, 6)[0], weight)
+        out = torch.ones(len(arguments[0]), 4, dtype=arguments[0].dtype)
+        assert ops.packed_linear(*arguments, out) == REFUSED, arguments
+    out = torch.ones(4, 6)
+    assert ops.packed_linear(x, packed, None, 64, 6, torch.ones(2, 64)) == ALTERED
+    assert ops.unpack_weight(packed, torch.ones(64, 6)) == ALTERED
+    assert ops.unpack_weight(packed, out.double()) == REFUSED == ops.unpack_weight(packed, out[0])
+    for other in (out.bool()[:3], out.bool()[0], out.bool().t().contiguous().t(), out):
+        assert ops.row_topk_mask(weight, scale, keep, other) == REFUSED == ops.nm_mask(weight, scale, 1, 2, other)
+    for other in (torch.ones(2, 5), torch.ones(3, 4), torch.ones(4, 2).t(), torch.ones(2, 4).half()):
+        assert ops.packed_linear(x, packed, None, 4, 6, other) == REFUSED
+    assert ops.unpack_weight(packed, out) == 0 and torch.equal(out, weight)
 
 
 def test_what_the_library_refuses_is_an_error_in_python():
@@ -222,9 +235,9 @@ def test_the_library_has_no_code_that_throws_its_own_exceptions():
 def test_result_does_not_depend_on_threads():
     weight, scale, keep = torch.randn(300, 776), torch.rand(776), torch.randint(0, 777, (300,))
     calls = (
-        lambda: ops.row_topk_mask(weight, scale, keep)[0],
-        lambda: ops.nm_mask(weight, scale, 2, 4)[0],
-        lambda: ops.nm_mask(weight.t().contiguous().t(), scale, 37, 97)[0],
+        lambda: masked(ops.row_topk_mask, weight, scale, keep)[0],
+        lambda: masked(ops.nm_mask, weight, scale, 2, 4)[0],
+        lambda: masked(ops.nm_mask, weight.t().contiguous().t(), scale, 37, 97)[0],
     )
     before, results = torch.get_num_threads(), []
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -11,12 +13,12 @@ from ..ops.packed import altered
 from . import load_library
 
 _SCHEMAS = (
-    "row_topk_mask(Tensor weight, Tensor scale, Tensor keep) -> (Tensor, int)",
+    "row_topk_mask(Tensor weight, Tensor scale, Tensor keep, Tensor(a!) out) -> int",
     "row_topk_prune_(Tensor(a!) weight, Tensor scale, Tensor keep) -> int",
-    "nm_mask(Tensor weight, Tensor scale, int n, int m) -> (Tensor, int)",
+    "nm_mask(Tensor weight, Tensor scale, int n, int m, Tensor(a!) out) -> int",
     "nm_prune_(Tensor(a!) weight, Tensor scale, int n, int m) -> int",
-    "packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns) -> (Tensor, int)",
-    "unpack_weight(Tensor packed, Tensor like, int rows, int columns) -> (Tensor, int)",
+    "packed_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns, Tensor(a!) out) -> int",
+    "unpack_weight(Tensor packed, Tensor(a!) out) -> int",
 )
 load_library(*_SCHEMAS)
 _FUNCTIONS = {name: getattr(torch.ops.fwanda_C, name).default for name in (s.partition("(")[0] for s in _SCHEMAS)}
@@ -25,36 +27,37 @@ _REFUSED = 8  # csrc/bad.h
 
 
 def row_topk_mask(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> Tensor:
-    mask, code = _call("row_topk_mask", weight, scale, keep)
-    _report("row_topk_mask", code, bad)
+    mask = _empty("row_topk_mask", weight.shape, torch.bool)
+    _report("row_topk_mask", _FUNCTIONS["row_topk_mask"](weight, scale, keep, mask), bad)
     return mask
 
 
 def row_topk_prune_(weight: Tensor, scale: Tensor, keep: Tensor, bad: Tensor | None) -> None:
-    _report("row_topk_prune_", _call("row_topk_prune_", weight, scale, keep), bad)
+    _report("row_topk_prune_", _FUNCTIONS["row_topk_prune_"](weight, scale, keep), bad)
 
 
 def foreach_row_topk_prune_(
     weights: list[Tensor], scales: list[Tensor], keeps: list[Tensor], bad: Tensor | None
 ) -> None:
     for i, (weight, scale, keep) in enumerate(zip(weights, scales, keeps, strict=True)):
-        code = _call("row_topk_prune_", weight, scale, keep)
+        code = _FUNCTIONS["row_topk_prune_"](weight, scale, keep)
         _report(f"foreach_row_topk_prune_ at index {i}", code, None if bad is None else bad[i : i + 1])
 
 
 def nm_mask(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> Tensor:
-    mask, code = _call("nm_mask", weight, scale, n, m)
-    _report("nm_mask", code, bad)
+    mask = _empty("nm_mask", weight.shape, torch.bool)
+    _report("nm_mask", _FUNCTIONS["nm_mask"](weight, scale, n, m, mask), bad)
     return mask
 
 
 def nm_prune_(weight: Tensor, scale: Tensor, n: int, m: int, bad: Tensor | None) -> None:
-    _report("nm_prune_", _call("nm_prune_", weight, scale, n, m), bad)
+    _report("nm_prune_", _FUNCTIONS["nm_prune_"](weight, scale, n, m), bad)
 
 
 def unpack_weight(packed: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    like = torch.empty(0, dtype=dtype, device=packed.device)
-    return _whole("unpack_weight", *_call("unpack_weight", packed.contiguous(), like, rows, columns))
+    out = _empty("unpack_weight", (rows, columns), dtype)
+    _expect_whole("unpack_weight", _FUNCTIONS["unpack_weight"](packed.contiguous(), out))
+    return out
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, columns: int) -> Tensor:
@@ -63,19 +66,22 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, col
     if len(x) > _MOST_TOKENS:
         return linear(x, unpack_weight(packed, rows, columns, x.dtype), bias)
     bias = None if bias is None else bias.contiguous()
-    return _whole("packed_linear", *_call("packed_linear", x.contiguous(), packed.contiguous(), bias, rows, columns))
+    out = _empty("packed_linear", (len(x), rows), x.dtype)
+    code = _FUNCTIONS["packed_linear"](x.contiguous(), packed.contiguous(), bias, rows, columns, out)
+    _expect_whole("packed_linear", code)
+    return out
 
 
-def _call(op: str, *args):
-    """Call a function of the library.
+def _empty(op: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Room for the result of an op.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for the result. torch itself only says that `aten::new_empty` failed.
+        torch.OutOfMemoryError: there is none. torch has only a RuntimeError of many lines for it.
     """
     try:
-        return _FUNCTIONS[op](*args)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "aten::new_empty" not in str(error):
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         message = f"{op}: out of memory: no room for the result on the CPU; free memory, or give fewer rows at a time"
         raise torch.OutOfMemoryError(message) from error
@@ -87,12 +93,11 @@ def _report(op: str, code: int, bad: Tensor | None) -> None:
     report_bad(op, code, bad)
 
 
-def _whole(op: str, result: Tensor, code: int) -> Tensor:
-    """The result of a packed weight, or ValueError."""
+def _expect_whole(op: str, code: int) -> None:
+    """Raise ValueError if the bytes of the packed weight are altered."""
     _expect_taken(op, code)
     if code:
         raise altered(op)
-    return result
 
 
 def _expect_taken(op: str, code: int) -> None:
