@@ -77,8 +77,8 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
     ),
     "packed experts": (
         "Packed experts come back under other names than the checkpoint has, or pruned experts cannot be packed",
-        "`fwanda unpack` writes the names and the bits of `--save dense` for every family with experts; packing them "
-        "again gives the same files, without a false warning",
+        "`fwanda unpack` writes the names and the bits of `--save dense` for every family with experts, and where "
+        "several layers are stored as one matrix; packing them again gives the same files, without a false warning",
     ),
     "record of other weights": (
         "A folder is packed or unpacked whose weights are not those of its `fwanda.json`, as after fine-tuning",

@@ -70,6 +70,60 @@ def test_a_model_that_changes_its_weights_while_it_runs_is_refused(method):
     assert all(torch.equal(p[p != 0], weights[name][p != 0]) for name, p in plain.named_parameters())
 
 
+@pytest.mark.fault("model classes")
+def test_an_unused_setting_of_rwkv_that_divides_weights_is_refused_before_packing():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 67, "context_length": 64}
+    model = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, rescale_every=6)).eval()
+    with pytest.raises(UserError, match="set rescale_every to 0 in its config.json"):
+        fwanda_pruner.pack_(model, force=True)
+
+
+@pytest.mark.fault("model classes")
+@pytest.mark.parametrize("method", ["wanda", "fwanda"])
+def test_a_model_whose_logits_need_more_than_hidden_states_is_one_line(method):
+    sizes = {"hidden_size": 32, "num_decoder_layers": 2, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    config = transformers.ProphetNetConfig(**sizes, vocab_size=67, max_position_embeddings=64, is_decoder=True)
+    model = transformers.ProphetNetForCausalLM(config).eval()
+    with pytest.raises(UserError, match="ProphetNetForCausalLM computes its logits from more than .* --method magnit"):
+        prune(model, method=method)
+
+
+class GroupedLinear(torch.nn.Linear):
+    """Two groups of inputs, each with its own half of the outputs: DeepSeek-V4 has such a layer."""
+
+    def forward(self, x):
+        groups = x.reshape(-1, 2, self.in_features).transpose(0, 1)
+        y = torch.bmm(groups, self.weight.view(2, -1, self.in_features).transpose(1, 2)).transpose(0, 1)
+        return y.reshape(*x.shape[:-2], -1, self.out_features)
+
+
+class GroupedOutput(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.grouped = GroupedLinear(size // 2, size, bias=False)
+
+    def forward(self, x):
+        return self.grouped(x.unflatten(-1, (2, -1))).squeeze(-2)
+
+
+@pytest.mark.fault("model classes")
+@pytest.mark.parametrize("method", ["wanda", "fwanda"])
+def test_a_layer_that_is_not_linear_stays_dense_and_is_listed(method, tmp_path):
+    model = tiny.llama()
+    for block in model.model.layers:
+        block.self_attn.o_proj = GroupedOutput(32)
+    before = [block.self_attn.o_proj.grouped.weight.clone() for block in model.model.layers]
+    report = prune(model, method=method, save="packed")
+    skipped = {row.name: row.skipped for row in report.matrices if row.skipped}
+    why = "a GroupedLinear, which computes something else than a linear layer"
+    assert skipped == {f"model.layers.{block}.self_attn.o_proj.grouped": why for block in (0, 1)}
+    check_counts(model, report)
+    after = [block.self_attn.o_proj.grouped.weight for block in model.model.layers]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    fwanda_pruner.pack_(model)
+    assert torch.isfinite(model(tiny.tokens(1, 8)).logits).all()
+
+
 class ForgetfulLlama(transformers.LlamaForCausalLM):
     """A model that cannot go on from what it has read."""
 

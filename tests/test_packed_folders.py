@@ -4,10 +4,12 @@ import errno
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
 import torch
+import transformers
 from safetensors.torch import load_file
 from test_packed import logits, sparse
 from test_save import pruned_model
@@ -16,7 +18,7 @@ from fwanda_pruner import Report, UserError, load_model, load_packed, pack_, pro
 from fwanda_pruner.cli import main
 from fwanda_pruner.formats.files import atomic_folder
 from fwanda_pruner.run import convert
-from fwanda_pruner.run.bench import bench
+from fwanda_pruner.run.bench import bench, measure
 from fwanda_pruner.run.convert import pack_folder, unpack_folder
 
 
@@ -40,8 +42,10 @@ def assert_same_files(folder, other) -> None:
 
 
 @pytest.mark.fault("packed experts")
-@pytest.mark.parametrize("family", tiny.EXPERTS)
-def test_packed_experts_come_back_under_the_names_that_dense_files_have(family, tmp_path, recwarn):
+@pytest.mark.parametrize("family", [*tiny.EXPERTS, *tiny.JOINED])
+def test_packed_matrices_come_back_under_the_names_that_dense_files_have(family, tmp_path, recwarn):
+    if family in tiny.JOINED and not hasattr(transformers, tiny.JOINED[family][0]):
+        pytest.skip(f"this transformers has no {family}")
     pruned_folders(family, tmp_path)
     unpack_folder(tmp_path / "packed", tmp_path / "unpacked")
     assert_same_files(tmp_path / "unpacked", tmp_path / "dense")
@@ -130,6 +134,14 @@ def test_the_bench_of_a_dense_model_is_refused_before_it_measures(tmp_path, monk
     monkeypatch.setattr("fwanda_pruner.run.bench.measure", lambda *_args, **_named: pytest.fail("it measured"))
     with pytest.raises(UserError, match="the model is dense: no matrix has 15% zeros.*; prune it first$"):
         bench(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("other shapes"), IndexError("tuple index out of range")])
+def test_the_bench_of_a_model_that_fails_is_one_line(error, monkeypatch):
+    model = tiny.llama().eval()
+    monkeypatch.setattr(type(model), "forward", Mock(side_effect=error))
+    with pytest.raises(UserError, match=rf"^bench: LlamaForCausalLM cannot be timed with --batches 1 \({error}\)$"):
+        measure(model, "dense", batches=[1], tokens=1, prompts=[8])
 
 
 @pytest.mark.fault("full disk")

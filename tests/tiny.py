@@ -115,6 +115,17 @@ VISION = {
 }  # fmt: skip
 
 
+# Newer versions of transformers store several linear layers of these as one matrix
+JOINED = {  # name: (model class, config class, config)
+    "sarvam_moe": (
+        "SarvamMoEForCausalLM",
+        "SarvamMoEConfig",
+        {**MOE, "head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 16, "max_position_embeddings": 64},
+    ),
+    "hrm_text": ("HrmTextForCausalLM", "HrmTextConfig", {**SIZES, "head_dim": 8, "max_position_embeddings": 64}),
+}
+
+
 def scaled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Three times the weights: far from the even predictions, and the undecided routers, of a fresh model."""
     for parameter in model.parameters():  # not model.to(): the rotary frequencies stay fp32, as after loading
@@ -176,11 +187,11 @@ WITH_TEXT = [name for name in MULTIMODAL if name != "mllama"]
 
 
 def build(family: str, dtype=torch.float32) -> nn.Module:
-    """A random model of a family by its name in FAMILIES, EXPERTS or MULTIMODAL."""
+    """A random model of a family by its name in FAMILIES, EXPERTS, JOINED or MULTIMODAL."""
     torch.manual_seed(0)
     if family in MULTIMODAL:
         return MULTIMODAL[family]().to(dtype).eval()
-    model_class, config_class, settings = (FAMILIES | EXPERTS)[family][:3]
+    model_class, config_class, settings = (FAMILIES | EXPERTS | JOINED)[family][:3]
     config = getattr(transformers, config_class)(**settings)
     return scaled(getattr(transformers, model_class)(config), dtype)
 

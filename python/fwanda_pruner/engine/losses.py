@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.utils import ModelOutput
 
-from ..errors import UserError
+from ..errors import UserError, one_line
 from ..model.attributes import called_as
 
 _LOGITS = 1 << 24  # logits that exist at once: 64 MB in fp32, and as much again for their softmax
@@ -201,7 +201,14 @@ def _head_of(model: nn.Module, decoder: nn.Module, output_type: type) -> Iterato
 
     def head(hidden: Tensor) -> Tensor:
         states[:] = [hidden]
-        return first_output(model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False))
+        ids = hidden.new_zeros(hidden.shape[:2], dtype=torch.int64)
+        try:
+            return first_output(model(input_ids=ids, use_cache=False))
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{type(model).__name__} computes its logits from more than the last hidden states of its decoder "
+                f"({one_line(error, 100)}), so no loss can be measured; prune it with --method magnitude --no-check"
+            ) from error
 
     def forward(*_args, **_kwargs):
         if issubclass(output_type, Tensor):

@@ -20,11 +20,11 @@ class Part(NamedTuple):
 
     Attributes:
         tensor: name of the tensor.
-        index: the part is `tensor[index]`; None is the whole tensor.
+        index: the part is `tensor[index]`, such as one expert or some rows; None is the whole tensor.
     """
 
     tensor: str
-    index: int | None = None
+    index: int | slice | None = None
 
 
 class ZeroCount(NamedTuple):

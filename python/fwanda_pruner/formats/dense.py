@@ -173,21 +173,32 @@ def _trace(
 
     A matrix that save_tags() does not bring back has no parts.
     """
-    tags: dict[str, Tensor] = {}
     parameters = dict(model.named_parameters())
+    tags: dict[str, Tensor] = {}
     for number, name in enumerate(names):
         if name not in slices:
             tags[f"{name}.weight"] = tag_of(number)
         elif (parameter := slices[name].tensor) in parameters:
             experts = len(parameters[parameter])
             tags.setdefault(parameter, tag_of(-1).repeat(experts, 1, 1))[slices[name].index] = number
-    parts: dict[str, list[Part]] = {name: [] for name in names}
+    beside = [name for name, p in parameters.items() if p.dim() == 2 and name not in files and name not in tags]
+    tags |= {name: tag_of(number) for number, name in enumerate(beside, len(names))}
+    owners = [f"{name}.weight" for name in names] + beside
+    parts: dict[str, list[Part]] = {name: [] for name in owners}
     for tensor, tag in save_tags(model, tags, folder).items():
         for index, piece in [(None, tag)] if tag.dim() < 3 else enumerate(tag):
-            numbers = piece.unique().tolist()
-            if len(numbers) == 1 and 0 <= numbers[0] < len(names) and tensor in files:
-                parts[names[numbers[0]]].append(Part(tensor, index))
-    return parts
+            numbers = [band.unique().tolist() for band in piece.split(2)]
+            if tensor not in files or any(len(found) != 1 or not 0 <= found[0] < len(owners) for found in numbers):
+                continue
+            if len(numbers) == 1:
+                parts[owners[numbers[0][0]]].append(Part(tensor, index))
+                continue
+            start = 0  # the matrices of several layers, one below the other
+            for (number,) in numbers:
+                stop = start + len(parameters[owners[number]])
+                parts[owners[number]].append(Part(tensor, slice(start, stop)))
+                start = stop
+    return {name: parts[f"{name}.weight"] for name in names}
 
 
 def tag_of(number: int) -> Tensor:

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -19,6 +22,12 @@ from ..errors import UserError, show
 from ..notes import warn
 from ..register_packed import METHOD
 from .packed import EXPERT, PackedLinear, checked, packed_weights, put_experts, unpack_layers_
+
+try:
+    from transformers import core_model_loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+except ImportError:  # transformers 4 converts nothing
+    core_model_loading = None
 
 _VERSION = 1  # of quantization_config in config.json
 _MOST_BYTES = 1 << 40  # of one packed weight
@@ -65,7 +74,8 @@ class PackedQuantizer(HfQuantizer):
     """Replaces layers by packed ones before transformers loads the weights, and checks the weights afterwards."""
 
     requires_calibration = False
-    _of_experts = ()
+    dense_conversions = None  # `_weight_conversions` that the model gets when it becomes dense; None: it had none
+    _of_packed: tuple[list, list] = [], []
 
     def update_dtype(self, dtype):
         stored = getattr(torch, self.quantization_config.dtype)
@@ -97,23 +107,28 @@ class PackedQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions, *model):
-        """Keeps the conversions of dense experts, which name them in files; packed files need none when they load.
+        """Keeps the conversions of what is packed, which give dense files their names; packed files need none of them.
 
         model: only newer versions of transformers pass it.
         """
-        packed = [match for match in map(EXPERT.fullmatch, self.quantization_config.packed_bytes) if match]
-        ends = {f"{match[1].rpartition('.')[2]}.{match[2]}" for match in packed}  # such as experts.down_proj
-        self._of_experts = [
+        names = list(self.quantization_config.packed_bytes)
+        rest, of_layers = _split_conversions(weight_conversions, names)
+        experts = [match for match in map(EXPERT.fullmatch, names) if match]
+        ends = {f"{match[1].rpartition('.')[2]}.{match[2]}" for match in experts}  # such as experts.down_proj
+        of_experts = [
             conversion
-            for conversion in weight_conversions
+            for conversion in rest
             if any(target.replace("\\", "").endswith(tuple(ends)) for target in conversion.target_patterns)
         ]
-        return super().update_weight_conversions(weight_conversions, *model)
+        self._of_packed = of_experts, of_layers
+        return super().update_weight_conversions(rest, *model)
 
     def _process_model_after_weight_loading(self, model, **_kwargs):
         used = getattr(model, "_weight_conversions", None)
         if used is not None:  # transformers 5, for the next save
-            used += [item for item in self._of_experts if not any(item is other for other in used)]
+            of_experts, of_layers = self._of_packed
+            used += [item for item in of_experts if not any(item is other for other in used)]
+            self.dense_conversions = used + of_layers
         for name, packed, header in packed_weights(model):
             checked(name, packed, header)
         model.is_quantized = False  # else transformers forbids .half() and .float(), which packed layers obey
@@ -143,18 +158,43 @@ class PackedQuantizer(HfQuantizer):
 def mark_packed(model: nn.Module) -> None:
     """Say in the config of a model that it is packed."""
     quantizer = PackedQuantizer(_config_of(model), pre_quantized=True)
+    quantizer.dense_conversions = vars(model).get("_weight_conversions")
+    conversions = _conversions_of(model)
+    if conversions:
+        model._weight_conversions = _split_conversions(conversions, quantizer.quantization_config.packed_bytes)[0]
     model.hf_quantizer = quantizer
     model.config.quantization_config = quantizer.quantization_config
 
 
 def unmark_packed(model: nn.Module) -> None:
     """Undo mark_packed(), and what from_pretrained() sets on a packed model."""
+    quantizer = vars(model).get("hf_quantizer")
+    if isinstance(quantizer, PackedQuantizer):
+        _set_conversions(model, quantizer.dense_conversions)
     for owner, name in (
         (model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config"),
         (model.config, "_is_quantized"), (model.config, "_pre_quantization_dtype"),
     ):  # fmt: skip
         if name in vars(owner):
             delattr(owner, name)
+
+
+@contextmanager
+def named_as_dense(model: nn.Module) -> Iterator[None]:
+    """Inside the block, transformers gives the tensors of a packed model the names that they have in dense files."""
+    quantizer, before = vars(model).get("hf_quantizer"), vars(model).get("_weight_conversions")
+    if isinstance(quantizer, PackedQuantizer):
+        _set_conversions(model, quantizer.dense_conversions)
+    try:
+        yield
+    finally:
+        _set_conversions(model, before)
+
+
+def _set_conversions(model: nn.Module, conversions: list | None) -> None:
+    vars(model).pop("_weight_conversions", None)
+    if conversions is not None:
+        model._weight_conversions = conversions
 
 
 def register() -> None:
@@ -178,6 +218,33 @@ def _config_of(model: nn.Module) -> PackedConfig:
         dtypes.add(header.dtype)
     expect_one_dtype(dtypes)
     return PackedConfig(sizes, str(dtypes.pop()).removeprefix("torch."), _VERSION)
+
+
+def _conversions_of(model: nn.Module) -> list:
+    """What transformers 5 does to the names and tensors of a model when it saves it, as it decides then."""
+    if core_model_loading is None:
+        return []
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        return conversions
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [item for item in conversions if not isinstance(item, core_model_loading.PrefixChange)]
+
+
+def _split_conversions(conversions: Iterable, names: Iterable[str]) -> tuple[list, list]:
+    """Conversions that leave packed linear layers as they are, and those that would join or cut them in files.
+
+    Args:
+        conversions: of transformers 5.
+        names: of packed weights in the state dict.
+    """
+    layers = [name for name in names if not EXPERT.fullmatch(name)]
+    rest, of_layers = [], []
+    for item in conversions:
+        saving = item.reverse_transform() if isinstance(item, core_model_loading.WeightConverter) else None
+        hits = saving is not None and any(saving.rename_source_key(name)[1] is not None for name in layers)
+        (of_layers if hits else rest).append(item)
+    return rest, of_layers
 
 
 def _put_linear(model: nn.Module, key: str, size: int, dtype: torch.dtype) -> None:

@@ -48,7 +48,7 @@ def check_plain(model: nn.Module, *, packed: bool = False, several_devices: bool
             if fault is not None:
                 raise UserError(f"{name or 'the model'} {fault}")
     expect_model(model)  # after the loop, which knows wrappers by name
-    if 0 < (getattr(model.config, "rescale_every", None) or 0) < len(find_blocks(model)[1]):  # RWKV
+    if getattr(model.config, "rescale_every", None):  # RWKV
         raise UserError(
             f"{type(model).__name__} divides its weights by powers of 2 while it runs; set rescale_every to 0 in its "
             f"config.json, and load it again"

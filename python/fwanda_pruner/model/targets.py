@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable
@@ -138,6 +139,9 @@ def find_targets(model: nn.Module) -> tuple[list[Target], list[Skipped]]:
                     skipped.append(Skipped(name, (module.weight,), "it has no weights"))
                 elif id(module.weight) in shared:
                     skipped.append(Skipped(name, (module.weight,), "its weight is shared with another module"))
+                elif not _is_linear(module):
+                    reason = f"a {type(module).__name__}, which computes something else than a linear layer"
+                    skipped.append(Skipped(name, (module.weight,), reason))
                 else:
                     targets.append(Target(name, index, module))
             else:
@@ -153,6 +157,23 @@ def _conv1d() -> type[nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     return Conv1D
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a class derived from a linear layer gives outputs of its shape: [n, C] -> [n, R]. Computes nothing."""
+    if type(module).forward in (nn.Linear.forward, _conv1d().forward) or "forward" in vars(module):
+        return True
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: p if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    rows, cols = Target("", 0, module).shape
+    try:
+        y = twin.forward(torch.empty(rows, cols, dtype=module.weight.dtype, device="meta"))
+    except Exception:  # it may have no code for tensors without values
+        return True
+    return not isinstance(y, Tensor) or tuple(y.shape) == (rows, rows)
 
 
 def _shared_weights(model: nn.Module) -> set[int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..engine.decode import Decoder
 from ..engine.device import evaluating
-from ..errors import UserError, shortened
+from ..errors import UserError, one_line, shortened
 from ..formats.source import warn_of_ignored
 from ..model.load import is_packed, load_model, load_packed
 from ..model.pack import pack_, sparse_targets
@@ -101,7 +101,7 @@ def bench(
 
 def _check_lengths(model: nn.Module, tokens: int, prompts: tuple[int, ...]) -> None:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is None:
+    if most is None or most < 0:  # XLNet has -1 for no limit
         return
     for flag, length in (("--prompts", max(prompts)), ("--tokens", PROMPT + tokens + EXTRA)):
         if length > most:
@@ -177,32 +177,36 @@ def measure(
     total = len(batches) + len(graphs) + len(prompts)
     with progress_bar(label=label, unit="measurements", total=total) as bar:
         for batch in batches:
-            with _fitting(f"--batches {batch}", device):
+            with _timing(model, f"--batches {batch}"):
                 step = decode_steps(model, prompt(batch, PROMPT))
                 add("decode eager", batch, tokens, batch, _timed(step, tokens, device))
         for batch in graphs:
-            with _fitting(f"--batches {batch}", device):
+            with _timing(model, f"--batches {batch}"):
                 uniforms = torch.rand(batch, tokens, generator=generator).double()
                 step = partial(Decoder(model, batch, tokens).draw, uniforms, 0, lambda _: None)
                 ms, joules = _timed(step, 1, device, seconds=_RESOLVED)
                 joules = joules if isinstance(joules, str) else joules / tokens
                 add("decode graphs", batch, tokens, batch, (ms / tokens, joules))
         for length in prompts:
-            with _fitting(f"--prompts {length}", device):
+            with _timing(model, f"--prompts {length}"):
                 step = partial(model, input_ids=prompt(1, length), use_cache=False, logits_to_keep=1)
                 add("prefill", 1, length, length, _timed(step, 3, device, seconds=_RESOLVED))
     return rows
 
 
 @contextmanager
-def _fitting(setting: str, device: torch.device) -> Iterator[None]:
-    """Turns what a device says when its memory ends into a UserError that names the setting."""
+def _timing(model: nn.Module, setting: str) -> Iterator[None]:
+    """Turns what a model raises, or its device when the memory ends, into a UserError that names the setting."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise UserError(f"bench: {setting} does not fit the memory of {device}; give less") from error
+    except UserError:
         raise
+    except Exception as error:  # a model raises anything on calls that it does not expect
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise UserError(f"bench: {setting} does not fit the memory of {model.device}; give less") from error
+        raise UserError(
+            f"bench: {type(model).__name__} cannot be timed with {setting} ({one_line(error, 200)})"
+        ) from error
 
 
 def decode_steps(model: nn.Module, prompt: Tensor) -> Callable[[], object]:
