@@ -14,7 +14,7 @@ import tiny
 import torch
 from helpers_cli import arguments, make_folder
 from interrupt import interrupted_while_reading
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM
 
 from fwanda_pruner import prune
 from fwanda_pruner.cli import main
@@ -592,6 +592,17 @@ def test_a_current_folder_that_is_gone_is_one_line(tmp_path, monkeypatch, capsys
     (tmp_path / "gone").rmdir()
     assert main(["doctor"]) == 2
     check_one_line(capsys, "the current folder cannot be used (No such file or directory); change to another one")
+
+
+def test_an_error_of_the_model_itself_is_one_line(tmp_path, capsys):
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 64}
+    CodeGenForCausalLM(CodeGenConfig(**sizes)).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    text = tiny.text_file(tmp_path)
+    flags = ["--method", "wanda", "--calibration", text, "--seqlen", "8", "--nsamples", "16"]
+    assert main(["prune", str(tmp_path / "model"), *flags, "--output", str(tmp_path / "out")]) == 2
+    check_one_line(capsys, "the model's own code fails at modeling_codegen.py:")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_error_that_nobody_expects_is_one_line(monkeypatch, capsys):

@@ -434,3 +434,13 @@ def test_weights_that_are_written_while_they_are_read_are_refused(folder, monkey
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", writing)
     assert refusal(folder).startswith(f"{folder}/model.safetensors was changed while it was read; wait until it is")
+
+
+def test_a_causal_language_model_whose_class_has_another_kind_of_name_is_loaded(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertGenerationConfig(**sizes, intermediate_size=48, is_decoder=True)
+    transformers.BertGenerationDecoder(config).save_pretrained(tmp_path / "decoder")
+    assert type(load_model(tmp_path / "decoder", device="cpu").model) is transformers.BertGenerationDecoder
+    transformers.BertGenerationEncoder(config).save_pretrained(tmp_path / "encoder")
+    with pytest.raises(UserError, match="encoder' is not a causal language model, got BertGenerationEncoder"):
+        load_model(tmp_path / "encoder", device="cpu")

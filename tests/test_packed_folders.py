@@ -44,7 +44,7 @@ def assert_same_files(folder, other) -> None:
 @pytest.mark.fault("packed experts")
 @pytest.mark.parametrize("family", [*tiny.EXPERTS, *tiny.JOINED])
 def test_packed_matrices_come_back_under_the_names_that_dense_files_have(family, tmp_path, recwarn):
-    if family in tiny.JOINED and not hasattr(transformers, tiny.JOINED[family][0]):
+    if family in tiny.JOINED and not hasattr(transformers, tiny.JOINED[family][1]):
         pytest.skip(f"this transformers has no {family}")
     pruned_folders(family, tmp_path)
     unpack_folder(tmp_path / "packed", tmp_path / "unpacked")

@@ -118,7 +118,7 @@ VISION = {
 # Newer versions of transformers store several linear layers of these as one matrix
 JOINED = {  # name: (model class, config class, config)
     "sarvam_moe": (
-        "SarvamMoEForCausalLM",
+        "Glm4MoeForCausalLM",
         "SarvamMoEConfig",
         {**MOE, "head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 16, "max_position_embeddings": 64},
     ),

@@ -165,12 +165,32 @@ def _explained(error: Exception) -> tuple[str, int]:
         return " ".join(str(error).split()) + _HINTS[name], 2
     if isinstance(error, OSError):
         return one_line(error), 2
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{os.path.basename(place.filename)}:{place.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    known = [frame for frame in frames if _is_ours(frame) or _is_of_model(frame)]
+    if known and _is_of_model(known[-1]):
+        return (
+            f"the model's own code fails at {_place(known[-1])} ({name}: {one_line(error)}); check with transformers "
+            f"alone that the model runs on text; FWANDA_TRACEBACK=1 shows more"
+        ), 2
+    where = _place(frames[-1])
     return (
         f"unexpected {name} at {where}: {one_line(error)}; please report this with the command; "
         f"FWANDA_TRACEBACK=1 shows more"
     ), 1
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return any(f"{os.sep}{package}{os.sep}" in frame.filename for package in ("fwanda_pruner", "fwanda_kernels"))
+
+
+def _is_of_model(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame runs a file of a model, as transformers and the repositories of models name them."""
+    folder, file = os.path.split(frame.filename)
+    return file.startswith("modeling_") and os.path.basename(folder) != "transformers"  # modeling_utils.py loads models
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def _without_middle(message: str) -> str:

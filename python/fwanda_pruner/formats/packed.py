@@ -17,6 +17,7 @@ from ..errors import UserError, one_line
 from ..model.load import load_packed
 from ..model.pack import packed_meanwhile
 from ..model.packed import EXPERT, expert_key
+from ..model.packed_quantizer import named_as
 from . import dense
 from .audit import Part, WrongZeros, ZeroCount, stored_tensors
 
@@ -52,8 +53,10 @@ def count_zeros(
     keys = {name: _key(name, slices.get(name)) for name in names}
     renamed = [name for name in names if keys[name] not in files] if model is not None else []
     tags = {keys[name]: dense.tag_of(number) for number, name in enumerate(renamed)}
-    for key, tag in dense.save_tags(model, tags, folder).items() if tags else ():
-        keys[renamed[int(tag.max())]] = key
+    if tags:
+        with named_as("packed", model):
+            for key, tag in dense.save_tags(model, tags, folder).items():
+                keys[renamed[int(tag.max())]] = key
     for name, key in keys.items():
         tensor = _read(files[key], key) if key in files else None
         if tensor is not None and tensor.dtype == torch.uint8:

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 from ..errors import UserError
 from ..model.checks import ignored
 from ..model.packed import EXPERT, packed_weights
-from ..model.packed_quantizer import named_as_dense
+from ..model.packed_quantizer import named_as
 from ..model.targets import find_blocks
 from ..notes import warn
 from . import dense
@@ -134,7 +134,7 @@ def lost_tensors(model, folder: Path) -> str | None:
     if source is None:
         return None
     prefix = f"{model.base_model_prefix}." if getattr(model, "base_model_prefix", "") else ""
-    names = (*stored_tensors(folder), *model.state_dict(), *_names_in_dense_files(model, folder))
+    names = (*stored_tensors(folder), *model.state_dict(), *_names_in_files(model, folder))
     held = {name.removeprefix(prefix) for name in names}
     # a packed folder is loaded only if the model has all its packed experts
     stored = [name for name in _stored(source) if not _COMPUTED.search(name) and not EXPERT.fullmatch(name)]
@@ -147,8 +147,8 @@ def lost_tensors(model, folder: Path) -> str | None:
     )
 
 
-def _names_in_dense_files(model, folder: Path) -> Iterable[str]:
-    """Names of fused experts and of matrices in the files of a dense model, whether this one is packed or not."""
+def _names_in_files(model, folder: Path) -> Iterable[str]:
+    """Names of fused experts and of matrices in dense and in packed files of a model, whether it is packed or not."""
     experts = {name: len(tensor) for name, tensor in model.named_parameters() if tensor.dim() == 3}
     matrices = {name: dense.tag_of(0) for name, tensor in model.named_parameters() if tensor.dim() == 2}
     for name, _, _ in packed_weights(model):
@@ -158,9 +158,10 @@ def _names_in_dense_files(model, folder: Path) -> Iterable[str]:
         else:
             matrices[name] = dense.tag_of(0)
     yield from experts
-    with named_as_dense(model):
-        for tags in ({name: dense.tag_of(0).repeat(count, 1, 1) for name, count in experts.items()}, matrices):
-            yield from dense.save_tags(model, tags, folder) if tags else ()
+    for form in ("dense", "packed"):
+        with named_as(form, model):
+            for tags in ({name: dense.tag_of(0).repeat(count, 1, 1) for name, count in experts.items()}, matrices):
+                yield from dense.save_tags(model, tags, folder) if tags else ()
 
 
 def _stored_blocks(folder: Path, path: str) -> set[int]:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import UserError, is_lost_connection, one_line, refuse_pipe, shortened, show
 
@@ -177,7 +178,8 @@ def auto_class(config, name: str, trust_remote_code: bool = False) -> type:
         return AutoModelForCausalLM
     seq2seq = getattr(config, "is_encoder_decoder", False)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and not seq2seq
-    if not causal or (architectures and not any(item.endswith(_CAUSAL_SUFFIXES) for item in architectures)):
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)  # such as BertGenerationDecoder
+    if not causal or not any(item == own or item.endswith(_CAUSAL_SUFFIXES) for item in architectures or [own]):
         kind = ", ".join(architectures) or config.model_type
         raise UserError(f"model {name!r} is not a causal language model, got {kind}; use a checkpoint of one")
     return AutoModelForCausalLM

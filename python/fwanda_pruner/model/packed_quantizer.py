@@ -180,11 +180,21 @@ def unmark_packed(model: nn.Module) -> None:
 
 
 @contextmanager
-def named_as_dense(model: nn.Module) -> Iterator[None]:
-    """Inside the block, transformers gives the tensors of a packed model the names that they have in dense files."""
+def named_as(form: str, model: nn.Module) -> Iterator[None]:
+    """Inside the block, transformers saves the tensors of a model under the names that files of a form have.
+
+    Args:
+        form: `dense` or `packed`.
+        model: a model in either form.
+    """
     quantizer, before = vars(model).get("hf_quantizer"), vars(model).get("_weight_conversions")
     if isinstance(quantizer, PackedQuantizer):
         _set_conversions(model, quantizer.dense_conversions)
+    if form == "packed":
+        names = [
+            name for name, tensor in model.state_dict().items() if tensor.dim() == 2 or tensor.dtype == torch.uint8
+        ]
+        _set_conversions(model, _split_conversions(_conversions_of(model), names)[0] or None)
     try:
         yield
     finally:
