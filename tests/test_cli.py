@@ -276,6 +276,10 @@ MISTAKES = {
         ["--statistics", __file__],
         "is not a statistics file of `fwanda calibrate`: no safet",
     ),
+    "statistics that are a folder": (
+        ["--statistics", str(Path(__file__).parent)],
+        "is a folder; give the file that `",
+    ),
     "settings that are missing": (["--config", "no.yaml"], "cannot read the settings in no.yaml: No such file or dir"),
 }
 

@@ -99,6 +99,22 @@ def test_finished_stages_are_not_done_again(argv, monkeypatch, tmp_path):
     assert not done & seconds.keys() and {"budgets", "check", "prune", "eval_pruned"} <= seconds.keys()
 
 
+@pytest.mark.fault("other model")
+def test_files_written_after_a_finished_run_that_read_them_are_warned_of(argv, tmp_path, capsys):
+    assert cli.main(argv) == 0
+    written, out = (tmp_path / "out" / "fwanda.json").stat().st_mtime, tmp_path / "out"
+    text, weights = Path(argv[argv.index("--calibration") + 1]), Path(argv[1], "model.safetensors")
+    for file in (text, weights):
+        before = file.stat().st_mtime
+        for later in (0, 1):
+            os.utime(file, times=(before + later, written + later))
+            capsys.readouterr()
+            assert cli.main([*argv, "--resume"]) == 0
+            warned = f"{file} was written after {out}; pass --overwrite to run the command again with it"
+            assert (warned in capsys.readouterr().err) == bool(later)
+        os.utime(file, times=(before, before))
+
+
 @pytest.mark.parametrize("stage", ["eval_dense", "eval_pruned"])
 def test_a_text_that_was_measured_is_not_measured_again(argv, stage, tmp_path):
     text = tmp_path / "second.txt"

@@ -116,6 +116,25 @@ def _check_texts(
         raise
 
 
+def _inputs(args: argparse.Namespace, config: PruneConfig) -> list[str]:
+    """Names or paths of what a command that prunes reads, beside its settings."""
+    texts = [*(source.name for source in config.sources), *config.guards, *config.eval]
+    return [args.model, *filter(None, [args.statistics]), *texts]
+
+
+def _warn_of_newer(output: str, inputs: Iterable[str]) -> None:
+    """Warns of a file that a finished command read, and that has been written since."""
+    from .notes import warn
+    from .report.record import FILE_NAME
+
+    written = Path(output, FILE_NAME).stat().st_mtime
+    for path in map(Path, dict.fromkeys(inputs)):
+        files = path.iterdir() if path.is_dir() else [path]
+        newer = [file for file in files if file.is_file() and file.stat().st_mtime > written]
+        if newer:
+            warn(f"{max(newer)} was written after {output}; pass --overwrite to run the command again with it")
+
+
 def prune(args: argparse.Namespace) -> Result:
     """Prunes a model and writes it, or lists what would be pruned."""
     config = _config(args)
@@ -127,17 +146,11 @@ def prune(args: argparse.Namespace) -> Result:
     if args.statistics:
         check_uses_statistics(resolved)
     if (checked := _on_first(lambda: _finished(args, config))) is not None:
+        _warn_of_newer(args.output, _inputs(args, config))
         finished = f"finished    {args.output} holds the result of this command: {checked}"
         return _result_of(args, "\n".join([finished, *_upload(args)]))
     if not args.dry_run:
-        inputs = (
-            args.model,
-            args.config,
-            args.statistics,
-            *(source.name for source in config.sources),
-            *config.guards,
-            *config.eval,
-        )
+        inputs = (args.config, *_inputs(args, config))
         _on_first(lambda: check_output(args.output, overwrite=args.overwrite, inputs=inputs))
     statistics = Statistics.load(args.statistics) if args.statistics else None
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -150,9 +151,14 @@ class Statistics:
         except FileNotFoundError as error:
             raise UserError(f"statistics {shown_path(path)}: no such file; `fwanda calibrate` writes one") from error
         except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            if os.path.isdir(path):
+                raise UserError(
+                    f"statistics {shown_path(path)} is a folder; give the file that `fwanda calibrate` has written"
+                ) from error
             kind = "no safetensors file, " if isinstance(error, SafetensorError) else ""
             raise UserError(
-                f"{shown_path(path)} is not a statistics file of `fwanda calibrate`: {kind}{one_line(error)}"
+                f"{shown_path(path)} is not a statistics file of `fwanda calibrate`: {kind}{one_line(error)}; measure "
+                f"again with fwanda calibrate"
             ) from error
 
     def expect_valid(self, *, to_save: bool = False) -> None:
