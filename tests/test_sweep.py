@@ -445,7 +445,20 @@ def test_tasks_are_checked_before_the_model_is_read(recipe, tmp_path, capsys):
     argv = ["sweep", "no-such-model", path, "--output", str(tmp_path / "out"), "--eval-data", str(tmp_path / "nowhere")]
     assert cli.main(argv) == 2
     assert "--eval-data must be a folder of data sets" in capsys.readouterr().err
+    path = str(recipe([{"method": "magnitude"}], tasks=["ppl"]))
+    assert cli.main(["sweep", "no-such-model", path, "--output", str(tmp_path / "out")]) == 2
+    assert "perplexity (ppl) is no task here; name the texts to measure it on with eval" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_report_of_a_sweep_says_where_its_tables_are(recipe, tmp_path, capsys):
+    found = Recipe.load(recipe([{"method": "magnitude"}]))
+    write(found, run(found, tmp_path / "out"), tmp_path / "out")
+    cell = next(path for path in (tmp_path / "out" / "cells").iterdir() if not path.name.startswith("dense"))
+    for path in (tmp_path / "out", cell):
+        assert cli.main(["report", str(path)]) == 2
+        line = capsys.readouterr().err
+        assert "of a sweep" in line and "results.md and results.csv" in line
 
 
 def test_a_perplexity_that_is_not_finite_is_shown(recipe, tmp_path):

@@ -141,6 +141,8 @@ def check_tasks(
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--tasks {','.join(tasks)} needs lm-eval; {install_hint('lm-eval>=0.4.13')}")
     for name in tasks:
+        if name == "ppl":  # a name of `fwanda eval --tasks`, which does not come here
+            raise UserError("tasks: perplexity (ppl) is no task here; name the texts to measure it on with eval")
         known = name == "zeroshot" or name in _manager().all_tasks
         if not known and not (Path(name).suffix == ".yaml" and os.path.isfile(name)):
             raise UserError(

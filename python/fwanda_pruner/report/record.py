@@ -232,6 +232,8 @@ class Report:
             return _read_text(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             problem = f"the folder has no {FILE_NAME}" if os.path.isdir(path) else "no such file or folder"
+            if (path / "cells").is_dir():
+                problem = "the folder of a sweep, whose tables are results.md and results.csv"
             raise UserError(
                 f"report {shown_path(path)}: {problem}; give a {FILE_NAME}, or the folder that holds it"
             ) from None
@@ -292,6 +294,8 @@ def _read_text(text: str) -> Report:
     data = json.loads(text)
     # half a surrogate pair cannot be printed, and no record holds NaN or Infinity, which are no JSON
     json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+    if isinstance(data, dict) and "lm_eval" in data:
+        raise UserError("a cell of a sweep, and no report; the tables of a sweep are its results.md and results.csv")
     return Report.from_dict(data)
 
 
