@@ -124,6 +124,17 @@ def test_a_layer_that_is_not_linear_stays_dense_and_is_listed(method, tmp_path):
     assert torch.isfinite(model(tiny.tokens(1, 8)).logits).all()
 
 
+@pytest.mark.fault("model classes")
+def test_a_larger_vision_tower_of_a_language_model_is_not_pruned():
+    vision = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.GitConfig(**sizes, vocab_size=67, vision_config=vision, num_image_with_embedding=None)
+    model = transformers.GitForCausalLM(config).eval()
+    report = prune(model, method="fwanda")
+    assert len(report.matrices) == 2 * 6 and all("git.encoder.layer." in row.name for row in report.matrices)
+    assert report.sparsity["matrices"] == 0.5
+
+
 class ForgetfulLlama(transformers.LlamaForCausalLM):
     """A model that cannot go on from what it has read."""
 

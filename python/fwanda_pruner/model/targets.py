@@ -82,8 +82,9 @@ class Skipped:
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Find the path and the list of the model's decoder blocks, by structure alone.
 
-    Candidates are the ModuleLists inside the module that also holds the token embedding: this leaves out the towers of
-    other modalities. The one with the most parameters wins; if lists are nested, the outermost.
+    Candidates are the ModuleLists inside the module that also holds the token embedding, without those of a module that
+    has a config for vision or audio: this leaves out the towers of other modalities. The one with the most parameters
+    wins; if lists are nested, the outermost.
 
     Raises:
         UserError: the model has no ModuleList.
@@ -97,8 +98,19 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         )
     prefix = _language_model_path(model, lists)
     # max() returns the first of equal items, and named_modules() lists outer modules before inner ones.
-    candidates = [(name, module) for name, module in lists.items() if name.startswith(prefix)]
+    candidates = [item for item in lists.items() if item[0].startswith(prefix) and not _is_of_tower(model, item[0])]
+    candidates = candidates or list(lists.items())
     return max(candidates, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+
+
+def _is_of_tower(model: nn.Module, path: str) -> bool:
+    """Whether a module belongs to a tower for images or sound, by the class of the config of the module around it."""
+    while path:
+        path = path.rpartition(".")[0]
+        config = getattr(model.get_submodule(path), "config", None)
+        if config is not None:
+            return any(word in type(config).__name__ for word in ("Vision", "Audio"))
+    return False
 
 
 def _language_model_path(model: nn.Module, lists: Iterable[str]) -> str:
