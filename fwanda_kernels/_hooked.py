@@ -146,6 +146,18 @@ def output_of(op: str, name: str, output: object) -> Tensor:
     return first
 
 
+def hook_gradient(output: Tensor, call: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient at an output [..., R], once a backward pass reaches it.
+
+    nn.Linear with a bias returns a view of another shape. If the caller changes that in place, as nn.ReLU(inplace=True)
+    does, torch drops the hooks of the view, but not those of the tensor behind it.
+    """
+    base, shape = output._base, output.shape
+    same = base is not None and base.requires_grad and base.numel() == output.numel()
+    hooked = base if same and base.is_contiguous() and output.is_contiguous() else output
+    hooked.register_hook(lambda gradient: call(gradient.reshape(shape)))
+
+
 def _expect_weight_like(op: str, what: str, value: Tensor) -> None:
     expect_dense(op, what, value)
     if value.dtype not in WEIGHT_DTYPES:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ._checks import FP32, expect, expect_dense, expect_mapping, expect_values
-from ._hooked import Hook, expect_modules, free_name, input_of, is_own, output_of, recomputing
+from ._hooked import Hook, expect_modules, free_name, hook_gradient, input_of, is_own, output_of, recomputing
 from ._layer_sums import (
     LastInput,
     LayerStatistics,
@@ -207,7 +207,7 @@ class collect_statistics(Mapping):  # noqa: N801  used like a function
             if y.requires_grad and name in self._sums:  # not there: a checkpoint of a pass before start() is recomputed
                 sums = self._sums[name]
                 resets = sums.resets
-                y.register_hook(lambda g: self._add_gradient(sums, resets, g, mask))
+                hook_gradient(y, lambda g: self._add_gradient(sums, resets, g, mask))
             return None
 
         return hook

@@ -102,6 +102,11 @@ FAULTS = {  # key of the marker: (what goes wrong, what happens here); in the or
         '10 A broken checkpoint prunes "fine"',
         "dense perplexity is measured first: near guessing it gives a warning, not finite it is refused",
     ),
+    "no gradient": (
+        "No gradient reaches a layer, because it only selects tokens or its output is changed in place",
+        "a layer that only selects tokens keeps the same share of each row, and is named in a warning; outputs that "
+        "are changed in place are measured",
+    ),
     "model classes": (
         "11 Only hard-coded model classes work",
         "counts are exact for 11 dense families, 8 with experts and 3 multimodal ones, besides Llama",

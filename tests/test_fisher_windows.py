@@ -182,6 +182,34 @@ def test_an_expert_that_no_fisher_window_reached_is_pruned_uniformly(allocation)
     assert not any("layers.0.up saw no calibration token" in line for line in report.warnings)
 
 
+class Selector(torch.nn.Module):
+    """Adds what two layers say to the largest half of the outputs alone: no gradient reaches them."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.query, self.key = (torch.nn.Linear(size, 8, bias=False) for _ in "qk")
+
+    def forward(self, x):
+        chosen = (self.query(x) * self.key(x)).sum(-1, keepdim=True)
+        return x * (chosen > chosen.median())
+
+
+@pytest.mark.fault("no gradient")
+@pytest.mark.parametrize("allocation", ["global", "auto", "response", "row"])
+def test_layers_without_a_gradient_keep_the_same_share_of_each_row_and_are_named(allocation):
+    model = tiny.llama()
+    for block in model.model.layers:
+        block.mlp = torch.nn.Sequential(Selector(32), block.mlp)
+    with pytest.warns(UserWarning, match=r"^4 matrices \(model.layers.0.mlp.0.query, .* got no gradient other than 0"):
+        report = fwanda_pruner.prune(
+            model, method="fwanda", allocation=allocation, calibration=TOKENS, nsamples=len(TOKENS), progress=False
+        )
+    for block in model.model.layers:
+        for layer in (block.mlp[0].query, block.mlp[0].key):
+            assert (layer.weight != 0).sum(1).tolist() == [16] * 8
+    assert report.sparsity["matrices"] == pytest.approx(0.5, abs=1e-3)
+
+
 # Settings, files, records
 
 

@@ -185,6 +185,30 @@ def test_forward_alone_gives_x2_and_no_g2(context, mask):
     assert_statistics(stats, {name: (x2, 0 * g2, n) for name, (x2, g2, n) in expected.items()})
 
 
+@pytest.mark.fault("no gradient")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 5, 8), (10, 8)], ids=str)
+@pytest.mark.parametrize("change", ["relu_", "mul_", "add_", "some columns"])
+def test_an_output_that_is_changed_in_place_has_its_gradient(change, shape, bias):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 4, bias=bias), torch.randn(shape)
+
+    def changed(y):
+        if change == "some columns":
+            y[..., :2] = 0
+            return y
+        return y.relu_() if change == "relu_" else getattr(y, change)(3.0)
+
+    mask = torch.rand(shape[:-1]) < 0.6
+    with fk.collect_statistics({"layer": layer}) as stats:
+        stats.token_mask = mask
+        changed(layer(x)).square().sum().backward()
+    y = layer(x).detach().requires_grad_()
+    changed(y.clone()).square().sum().backward()
+    expected = y.grad[mask].square().sum(0)
+    assert expected.any() and torch.allclose(stats["layer"].g2, expected, rtol=1e-5)
+
+
 def test_gradients_may_follow_a_forward_in_inference_mode():
     model, ids = tiny()
     expected = expected_statistics(model, lambda: loss_of(model(ids), ids).backward())

@@ -59,8 +59,8 @@ def floored_omega(layer: fk.LayerStatistics) -> Tensor:
 
 
 def is_measured(layer: fk.LayerStatistics) -> bool:
-    """Whether a token reached the matrix, in the forward and in the backward pass: then its loss can be estimated."""
-    return bool(layer.n_tokens) and layer.g2_tokens != 0
+    """Whether a token reached the matrix, and a gradient other than 0 its output: then its loss can be estimated."""
+    return bool(layer.n_tokens) and bool(layer.omega.any())
 
 
 def count_floored_rows(statistics: Statistics, names: Iterable[str]) -> int:
@@ -145,7 +145,7 @@ BUDGETS: dict[str, Callable[..., dict[str, Tensor]]] = {
 
 
 def global_scales(config: PruneConfig, engine: Engine, statistics: Statistics) -> ScoreScales:
-    """Row scales of the global allocation; 1 for columns, and for a matrix that no token reached.
+    """Row scales of the global allocation; 1 for columns, and for a matrix that is not measured.
 
     Raises:
         UserError: the Fisher information is 0 everywhere.
@@ -167,7 +167,7 @@ def threshold_budgets(
 ) -> dict[str, Tensor]:
     """name -> [R] int64 kept in each row, by one threshold on the scaled scores of all matrices.
 
-    A matrix that no token reached has no estimate: it is pruned uniformly, and the others share what is left.
+    A matrix that is not measured has no estimate: it is pruned uniformly, and the others share what is left.
     """
     layers = {t.name: statistics.layer(t.name) for t in engine.targets}
     unseen = {
@@ -200,7 +200,7 @@ def global_budgets(config: PruneConfig, weights: list[Tensor], layers: list[fk.L
 
 
 def _mean_omega(layers) -> float:
-    """Mean of omega over the rows of all matrices that a token reached.
+    """Mean of omega over the rows of all matrices that are measured.
 
     Raises:
         UserError: it is 0.
@@ -215,7 +215,7 @@ def _mean_omega(layers) -> float:
 def _row_scales(
     config: PruneConfig, weights: list[Tensor], layers: list[fk.LayerStatistics], mean_omega: float
 ) -> list[Tensor]:
-    """[R] fp32 scales of the global allocation for each matrix; 1 for one that no token reached."""
+    """[R] fp32 scales of the global allocation for each matrix; 1 for one that is not measured."""
     scales = [torch.ones(len(weight), dtype=torch.float32, device=weight.device) for weight in weights]
     seen = [i for i, layer in enumerate(layers) if is_measured(layer)]
     if not seen:
@@ -237,6 +237,6 @@ def _row_scales(
 
 
 def _total_of_seen(config: PruneConfig, shapes: Sequence[Sequence[int]], unseen_counts) -> int:
-    """Weights that the matrices which tokens reached may keep together."""
+    """Weights that the matrices which are measured may keep together."""
     total = keep_total(sum(rows * cols for rows, cols in shapes), config.removed)
     return total - sum(int(count.sum()) for count in unseen_counts)

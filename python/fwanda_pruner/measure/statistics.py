@@ -293,12 +293,27 @@ def unseen_layer(target: Target, device: torch.device) -> fk.LayerStatistics:
 
 def warn_unseen(names: Sequence[str]) -> None:
     """Warns that matrices met no calibration token, so that nothing is known about their inputs; none: no warning."""
+    if names:
+        matrices, its = _named(names)
+        warn(f"{matrices} saw no calibration token: {its} weights are ranked by magnitude")
+
+
+def warn_without_gradient(names: Sequence[str]) -> None:
+    """Warns that the gradient at the outputs of matrices is 0, so that F-Wanda knows nothing about them."""
+    if names:
+        matrices, its = _named(names)
+        warn(
+            f"{matrices} got no gradient other than 0, as of a layer that only selects tokens: all {its} rows keep the "
+            f"same share"
+        )
+
+
+def _named(names: Sequence[str]) -> tuple[str, str]:
+    """One name, or the number of names and the first ones; and `its` or `their`."""
     if len(names) == 1:
-        warn(f"{names[0]} saw no calibration token: its weights are ranked by magnitude")
-    elif names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        some = ", ".join(names[:_NAMED])
-        warn(f"{len(names)} matrices saw no calibration token: their weights are ranked by magnitude ({some}{more})")
+        return names[0], "its"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{len(names)} matrices ({', '.join(names[:_NAMED])}{more})", "their"
 
 
 def check_uses_statistics(config: PruneConfig) -> None:
@@ -369,7 +384,11 @@ def measure_statistics(
         inputs = _measure(engine, tokens[others], None, seed, unfinished, label)
         label = "calibrate, part 2 of 2 (forward and backward)"
         statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished, label).with_inputs_of(inputs)
-    warn_unseen([target.name for target in engine.targets if not statistics.n_tokens[target.name]])
+    seen = [target.name for target in engine.targets if statistics.n_tokens[target.name]]
+    warn_unseen([target.name for target in engine.targets if target.name not in seen])
+    if fisher is not None:
+        reached = [name for name in seen if statistics.fisher_tokens.get(name) != 0]
+        warn_without_gradient([name for name in reached if not statistics.g2[name].any()])
     statistics.weights = fingerprint(engine)
     statistics.check(engine.targets, fisher=fisher is not None)
     return statistics

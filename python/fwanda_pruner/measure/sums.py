@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fwanda_kernels as fk
+from fwanda_kernels.hooks import hook_gradient
 
 from ..engine.sums import Sums
 
@@ -209,7 +210,7 @@ def output_gradients(modules: Mapping[str, nn.Module], add: Callable[[str, int, 
 
     def hook(name: str, _module: nn.Module, _args: tuple, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(partial(add, name, calls[name]))
+            hook_gradient(output, partial(add, name, calls[name]))
         calls[name] += 1
 
     handles = [module.register_forward_hook(partial(hook, name)) for name, module in modules.items()]
