@@ -129,10 +129,15 @@ def input_of(op: str, name: str, args: tuple, kwargs: dict) -> Tensor:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
             _expect_weight_like(op, f"the input of {name}", value)
             return value
-    given = [type(value).__name__ for value in args] + [f"{key}={type(v).__name__}" for key, v in kwargs.items()]
+    given = [_kind(value) for value in args] + [f"{key}={_kind(value)}" for key, value in kwargs.items()]
     raise ValueError(
-        f"{op}: {name} must be called with a floating tensor [..., C], got {', '.join(given) or 'nothing'}"
+        f"{op}: {name} must be called with a floating tensor [..., C] of two dimensions or more, got "
+        f"{', '.join(given) or 'nothing'}"
     )
+
+
+def _kind(value: object) -> str:
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def output_of(op: str, name: str, output: object) -> Tensor:

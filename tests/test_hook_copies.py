@@ -261,8 +261,8 @@ def test_a_call_without_an_input_is_one_line_that_names_the_module(name):
     layer = NoInput()
     with COLLECTORS[name]({"fc": layer}), pytest.raises(ValueError) as error:
         layer(torch.ones(2, 4, dtype=torch.int64), hint="y")
-    expected = f"{name}: fc must be called with a floating tensor [..., C], got Tensor, hint=str"
-    assert str(error.value) == expected
+    needed = f"{name}: fc must be called with a floating tensor [..., C] of two dimensions or more"
+    assert str(error.value) == f"{needed}, got [2, 4] torch.int64, hint=str"
 
 
 def test_statistics_of_a_module_are_found_without_its_name():

@@ -280,3 +280,33 @@ def test_layers_whose_weight_the_model_reads_itself_stay_dense():
     mixer = model.backbone.layers[0].mixer
     assert isinstance(mixer.in_proj, PackedLinear) and isinstance(mixer.dt_proj, torch.nn.Linear)
     assert torch.allclose(logits(model), expected, atol=1e-5)
+
+
+class Readers(torch.nn.Module):
+    """Reads the weights of its layers in several ways, and gives one its input by keyword."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(size, 4, batch_first=True)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(size, size))
+        self.local, self.named = (torch.nn.Linear(size, size) for _ in range(2))
+
+    def forward(self, x):
+        local = self.local
+        x = x + self.attention(x, x, x, need_weights=False)[0] + self.named(input=x).to(local.weight.dtype)
+        weight = self.inner[0].weight
+        return x + torch.nn.functional.linear(x, weight) + torch.nn.functional.linear(x, local.weight, local.bias)
+
+
+def test_layers_whose_weight_is_read_or_that_get_their_input_by_keyword_are_packed():
+    torch.manual_seed(0)
+    model = tiny.llama()
+    for block in model.model.layers:
+        block.mlp = Readers(32)
+    report = prune(model, method="fwanda", allocation="response", calibration=tiny.tokens(16, 24), progress=False)
+    assert report.sparsity["matrices"] == pytest.approx(0.5, abs=1e-3)
+    expected = model(IDS).logits
+    pack_(model)
+    for name in ("attention.out_proj", "inner.0", "local", "named"):
+        assert isinstance(model.get_submodule(f"model.layers.0.mlp.{name}"), PackedLinear)
+    assert torch.allclose(model(IDS).logits, expected, atol=1e-5)

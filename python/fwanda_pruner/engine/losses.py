@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 from ..errors import UserError, one_line
 from ..model.attributes import called_as
 
+_FORWARD = "use --method wanda or sparsegpt"  # which need no backward pass
 _LOGITS = 1 << 24  # logits that exist at once: 64 MB in fp32, and as much again for their softmax
 
 
@@ -100,14 +101,15 @@ def backward_of_summed_loss(
             text.
 
     Raises:
-        UserError: the output of the decoder does not depend on its embeddings by gradients.
+        UserError: the output of the decoder does not depend on its embeddings by gradients, or the model has no
+            backward pass.
     """
     output = decoder(input_ids=ids, use_cache=False)
     hidden = first_output(output)
     if not hidden.requires_grad:
         raise UserError(
             f"{type(model).__name__} lets no gradient through to its blocks, so no Fisher information can be measured; "
-            f"use --method wanda or sparsegpt"
+            f"{_FORWARD}"
         )
     with _head_of(model, decoder, type(output)) as head:
         slices = [_loss_gradient(head, *part, generator) for part in _slices(model, hidden.detach(), ids)]
@@ -115,7 +117,19 @@ def backward_of_summed_loss(
     gradient = nn.functional.pad(torch.cat(slices).view(batch, length - 1, size), (0, 0, 0, 1))
     edge = get_gradient_edge(hidden)
     del output, hidden, slices  # the backward pass does not need them, and it is the peak of the memory
-    torch.autograd.backward([edge], [gradient])
+    try:
+        torch.autograd.backward([edge], [gradient])
+    except AssertionError as error:
+        raise UserError(
+            f"{type(model).__name__} has no backward pass here ({one_line(error, 200)}); {_FORWARD}"
+        ) from error
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UserError(
+            f"{type(model).__name__} changes a tensor in place that its backward pass needs; try --checkpointing off "
+            f"and --allocation global, or {_FORWARD}"
+        ) from error
 
 
 def sample_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import UserError, one_line
 from ..model.attributes import called_as
 from ..model.placement import decoder_of, is_sharded
 from ..model.targets import find_blocks
@@ -175,7 +175,7 @@ class BlockWalk:
         outputs: list[Tensor] = []  # of the block before
 
         def begin(_module, args, kwargs):
-            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = self._hidden_given(args, kwargs)
             if not hidden.isfinite().all():
                 raise UserError(
                     f"the input of block {len(captured)} has NaN or inf values; the model overflows on the calibration "
@@ -204,14 +204,29 @@ class BlockWalk:
 
     def _block_output(self, index: int, hidden: Tensor, arguments: tuple[tuple, dict]) -> Tensor:
         args, kwargs = arguments
-        output = self.blocks[index].forward(hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple | list) else output
+        try:
+            output = self.blocks[index].forward(hidden, *args, **kwargs)
+        except TypeError as error:  # other arguments than those of the call that was seen
+            raise UserError(f"{_not_a_chain(self._model)}: {one_line(error, 200)}") from error
+        output = output[0] if isinstance(output, tuple | list) and output else output
+        if not isinstance(output, Tensor):
+            raise UserError(f"{_not_a_chain(self._model)}: a block returns a {type(output).__name__}")
+        return output
+
+    def _hidden_given(self, args: tuple, kwargs: dict) -> Tensor:
+        """The hidden states among the arguments of a block."""
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            raise UserError(
+                f"{_not_a_chain(self._model)}: a block gets no tensor as its first argument or hidden_states"
+            )
+        return hidden
 
     def _first_hidden(self, ids: Tensor) -> Tensor:
         """[B, L, H] input of the first block."""
 
         def first(*args, **kwargs):
-            raise _FirstBlock(args[0] if args else kwargs["hidden_states"])
+            raise _FirstBlock(self._hidden_given(args, kwargs))
 
         # a forward pass that ends early must not begin for the hooks of FSDP
         decoder = decoder_of(self._model)

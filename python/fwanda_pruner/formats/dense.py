@@ -58,7 +58,8 @@ def write(folder: Path, model, tokenizer) -> None:
 def _tensor_of(model, name: str) -> Tensor:
     """A parameter or a buffer."""
     path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
+    module = model.get_submodule(path)
+    return (module._parameters | module._buffers)[leaf]  # the attribute may be another tensor, as of a packed layer
 
 
 def _write_parts(folder: Path, model) -> None:

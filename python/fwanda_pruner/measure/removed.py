@@ -69,8 +69,10 @@ class RemovedWeightSums(Sums):
         totals[f"{name}.passes"] += 1
 
 
-def _forward(target: Target, pruned: Callable[[], Tensor], add: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:
-    y = _PrunedLinear.apply(x, pruned, add)
+def _forward(
+    target: Target, pruned: Callable[[], Tensor], add: Callable[[Tensor, Tensor], None], input: Tensor
+) -> Tensor:
+    y = _PrunedLinear.apply(input, pruned, add)
     bias = target.module.bias
     return y if bias is None else y + bias
 
