@@ -17,8 +17,10 @@ from fwanda_pruner import (
     evaluate_model,
     load_masks,
     masks,
+    pack_,
     prune,
     save_pruned,
+    unpack_,
 )
 from fwanda_pruner.model.load import LoadedModel
 from fwanda_pruner.model.targets import find_targets
@@ -271,8 +273,10 @@ def test_masks_of_another_model_or_of_no_report_are_one_line():
 
 
 @pytest.mark.fault("threads")
-def test_a_model_in_use_is_refused_to_other_threads_and_free_afterwards():
+@pytest.mark.parametrize("call", [prune, collect, evaluate_model, pack_, unpack_])
+def test_a_model_in_use_is_refused_to_other_threads_and_free_afterwards(call):
     model, found = tiny.llama(), []
+    settings = {prune: {"method": "wanda", **QUIET}, collect: QUIET, evaluate_model: {"eval": TEXT, "progress": False}}
 
     def second(*_):
         if not found:
@@ -282,7 +286,7 @@ def test_a_model_in_use_is_refused_to_other_threads_and_free_afterwards():
 
     def refusal():
         with pytest.raises(UserError) as error:
-            prune(model, method="wanda", **QUIET)
+            call(model, **settings.get(call, {}))
         return str(error.value)
 
     hook = model.model.layers[0].register_forward_hook(second)
@@ -368,6 +372,6 @@ def test_a_packed_weight_that_cannot_be_unpacked_is_named():
     model = tiny.llama()
     fwanda_pruner.prune(model, method="magnitude", sparsity=0.7, progress=False)
     fwanda_pruner.pack_(model)
-    model.model.layers[1].mlp.up_proj.weight.zero_()
+    model.model.layers[1].mlp.up_proj.packed.zero_()
     with pytest.raises(UserError, match="^model.layers.1.mlp.up_proj cannot be unpacked: .*; load the model again$"):
         fwanda_pruner.unpack_(model)

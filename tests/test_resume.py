@@ -131,6 +131,23 @@ def test_a_text_that_was_measured_is_not_measured_again(argv, stage, tmp_path):
     assert [t[key] for t in report["perplexity"]] == [7.5, expected[1][1][key]]
 
 
+@pytest.mark.fault("kill -9")
+@pytest.mark.parametrize("flags", [["--resume"], ["--overwrite"]], ids=str)
+def test_what_a_killed_process_was_writing_is_removed(argv, flags):
+    interrupt(argv, after="text")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    half = state_of(argv) / f".calibrate.safetensors.{dead.pid}-0123abcd.tmp"
+    half.mkdir()
+    (half / ".tmpAbC123").write_bytes(b"half")  # safetensors writes to such a file first
+    found = []
+    with interrupted_after("calibrate"):
+        assert cli.main([*argv, *flags]) == 130
+    found += state_of(argv).iterdir()
+    assert half not in found and {path.name for path in found} >= {"lock", "text.safetensors"}
+    assert cli.main([*argv, "--resume"]) == 0
+
+
 @pytest.mark.fault("state thrown away")
 def test_finished_work_is_not_thrown_away_unless_asked(argv, capsys):
     argv += ["--method", "fwanda"]

@@ -407,7 +407,8 @@ def test_atomic_file_appears_only_at_the_end(tmp_path):
     (tmp_path / "f").write_text("old")
     with atomic_file(tmp_path / "f") as temporary:
         temporary.write_text("new")
-        assert (tmp_path / "f").read_text() == "old" and temporary.parent == tmp_path
+        assert (tmp_path / "f").read_text() == "old"
+        assert temporary.name == "f" and temporary.parent.parent == tmp_path
     assert (tmp_path / "f").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from pathlib import Path
 
 import pytest
 import tiny
@@ -18,6 +19,7 @@ from fwanda_pruner.sweep import run as sweep
 from fwanda_pruner.sweep.figures import PICTURES, draw
 from fwanda_pruner.sweep.recipe import RECIPES, Recipe, describe, recipe_names
 from fwanda_pruner.sweep.tables import lines_of, markdown, write_tables
+from fwanda_pruner.text.sources import local_sha256
 
 CELLS = [
     {"method": ["wanda", "magnitude"], "sparsity": [0.5, 0.6]},
@@ -399,9 +401,15 @@ def test_a_file_of_the_user_is_never_replaced(recipe, tmp_path, capsys, name):
         ({"include": [["nothing"]]}, "--include 'nothing' matches none"),
         ({"max_memory": "1KB"}, "--max-memory limits the memory of a GPU"),
         ({"method": "wanda", "seqlen": 10_000_000}, "one sequence needs"),
+        ({"pattern": "2:3"}, "has 32 columns, pattern 2:3 needs a multiple of 3"),
+        ({"eval": [["short.txt"]]}, "short.txt"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_anything_is_measured(cell, line, recipe, tmp_path, capsys):
+def test_settings_that_do_not_fit_are_refused_before_anything_is_measured(
+    cell, line, recipe, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("the fox")
     tiny.llama().save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     path = str(recipe([{"method": "magnitude"}, {"method": "magnitude", **cell}]))
@@ -418,6 +426,25 @@ def test_an_output_that_is_the_model_or_unprintable_is_refused_before_the_model_
     line = capsys.readouterr().err.splitlines()[-1]
     assert "is the folder of the model" in line or "holds an unprintable character" in line
     assert not list((tmp_path / "model").iterdir())
+
+
+def test_flags_of_tasks_are_refused_for_a_recipe_without_tasks(recipe, tmp_path, capsys):
+    for flag, value in (("--limit", "-1"), ("--batch-size", "0"), ("--eval-data", "nowhere")):
+        argv = ["sweep", "no-such-model", str(recipe([{"method": "magnitude"}])), "--output", str(tmp_path / "out")]
+        assert cli.main([*argv, flag, value]) == 2
+        assert f"{flag} has no effect, because" in capsys.readouterr().err
+
+
+def test_cells_run_again_if_a_file_in_the_folder_of_a_text_changes(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "train.txt").write_text(tiny.text(800))
+    before = local_sha256(str(folder))
+    assert before == local_sha256(str(folder)) != local_sha256(str(folder / "train.txt"))
+    (folder / "train.txt").write_text(tiny.text(800, seed=1))
+    changed = local_sha256(str(folder))
+    (folder / "train.txt").rename(folder / "test.txt")
+    assert len({before, changed, local_sha256(str(folder)), None}) == 4
 
 
 def test_a_bar_in_the_name_of_a_text_is_no_new_column(recipe, tmp_path):
@@ -477,7 +504,7 @@ def drawn(monkeypatch) -> dict[str, list]:
     pictures, save = {}, Figure.savefig
 
     def kept(figure, path, **options):
-        pictures[path.name.split(".")[1]] = figure.axes
+        pictures[path.stem] = figure.axes
         save(figure, path, **options)
 
     monkeypatch.setattr(Figure, "savefig", kept)

@@ -147,7 +147,9 @@ def prune(args: argparse.Namespace) -> Result:
         check_uses_statistics(resolved)
     if (checked := _on_first(lambda: _finished(args, config))) is not None:
         _warn_of_newer(args.output, _inputs(args, config))
-        finished = f"finished    {args.output} holds the result of this command: {checked}"
+        finished = (
+            f"finished    {args.output} holds the result of this command: {checked}; model and texts were not read"
+        )
         return _result_of(args, "\n".join([finished, *_upload(args)]))
     if not args.dry_run:
         inputs = (args.config, *_inputs(args, config))
@@ -469,6 +471,9 @@ def sweep(args: argparse.Namespace) -> Result:
     settings = _task_settings(args)
     if recipe.tasks:
         _check_tasks(recipe.tasks, [config.engine for config in recipe.cells], settings)
+    elif settings:
+        flags = {"data_dir": "--eval-data", "limit": "--limit", "batch_size": "--batch-size"}
+        raise UserError(f"{flags[min(settings)]} has no effect, because {args.recipe} names no tasks; leave it out")
     model, tokenizer = _load(args, recipe.cells[0], streams=not recipe.tasks)
     check_windows(recipe, tokenizer)
     try:

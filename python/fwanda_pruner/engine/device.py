@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import PruneConfig
 from ..errors import UserError, one_line
 from ..formats.files import TOO_MANY_FILES, system_error
+from ..model.in_use import in_use
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -25,22 +26,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     Outputs have names inside, also where the configuration asks for tuples (return_dict=False). Modes of torch that the
     caller may have set have no effect inside: inference mode, no_grad and autocast.
+
+    Raises:
+        UserError: another thread uses the model.
     """
     plain = torch.autocast(model_device(model).type, enabled=False)
     modes = {module: module.training for module in model.modules()}
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
-    model.eval()
-    for config in tuples:
-        config.return_dict = True
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), plain:
-            yield
-    finally:
+    with in_use(model):
+        model.eval()
         for config in tuples:
-            config.return_dict = False
-        for module, training in modes.items():
-            module.training = training
+            config.return_dict = True
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), plain:
+                yield
+        finally:
+            for config in tuples:
+                config.return_dict = False
+            for module, training in modes.items():
+                module.training = training
 
 
 def writing(weights: Iterable[Tensor]) -> AbstractContextManager:

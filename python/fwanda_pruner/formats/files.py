@@ -26,6 +26,9 @@ _NOT_WRITABLE = (
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path to write; it is renamed to `path` on success and removed on any exception.
 
+    It has the name of `path` in a hidden folder beside it, where a library may write temporary files of its own. What
+    killed processes left there is removed.
+
     Args:
         path: the final file. An existing file is replaced. The folder must exist.
 
@@ -35,16 +38,18 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     path = resolved_output(path)
     if path.is_dir():
         raise UserError(f"output {shown_path(path)} is a folder; give the name of a file in it")
-    temporary = _hidden_name(path, "tmp")
+    folder = _hidden_name(path, "tmp")
     try:
         with user_errors(path):
+            remove_leftovers(path)
+            folder.mkdir()
+            temporary = folder / path.name
             yield temporary
             _finish_file(temporary)
             os.replace(temporary, path)
             _fsync(path.parent)
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -75,11 +80,19 @@ def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: 
             _finish_folder(temporary)
             _swap(temporary, output, aside if overwrite else None)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if output.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            _remove_empty(made)
+
+        def clean() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if output.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                _remove_empty(made)
+
+        try:
+            clean()
+        except KeyboardInterrupt:  # it comes at any moment
+            clean()
+            raise
 
 
 @contextlib.contextmanager

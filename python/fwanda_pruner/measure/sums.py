@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import fwanda_kernels as fk
-from fwanda_kernels.hooks import hook_gradient
 
 from ..engine.sums import Sums
 
@@ -203,14 +202,15 @@ class HessianSums(Sums):
 def output_gradients(modules: Mapping[str, nn.Module], add: Callable[[str, int, Tensor], None]) -> Iterator[None]:
     """Hands each gradient at the outputs of modules, which must not be compiled, to add(name, call, gradient).
 
-    `call` numbers the calls of the module. Gradients come in another order than calls. A forward pass that
-    checkpointing repeats has no gradient of its own.
+    A gradient may have other leading dimensions than the output, with the tokens in the same order. `call` numbers the
+    calls of the module. Gradients come in another order than calls. A forward pass that checkpointing repeats has no
+    gradient of its own.
     """
     calls = dict.fromkeys(modules, 0)
 
     def hook(name: str, _module: nn.Module, _args: tuple, output: Tensor) -> None:
         if output.requires_grad:
-            hook_gradient(output, partial(add, name, calls[name]))
+            _flat(output).register_hook(partial(add, name, calls[name]))
         calls[name] += 1
 
     handles = [module.register_forward_hook(partial(hook, name)) for name, module in modules.items()]
@@ -219,3 +219,13 @@ def output_gradients(modules: Mapping[str, nn.Module], add: Callable[[str, int, 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _flat(output: Tensor) -> Tensor:
+    """The tensor [n, R] that nn.Linear computes and returns a view of; else the output.
+
+    If the model changes the view in place, torch drops its hooks, but not those of the tensor.
+    """
+    base = output._base
+    same = base is not None and base.requires_grad and base.shape == (output.shape[:-1].numel(), output.shape[-1])
+    return base if same and base.is_contiguous() and output.is_contiguous() else output

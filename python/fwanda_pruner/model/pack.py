@@ -20,6 +20,7 @@ from ..setting_checks import expect_flags
 from .arguments import expect_model
 from .cache import size_text
 from .experts import output_difference
+from .in_use import expect_free
 from .lazy import LazyTensor
 from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
@@ -62,6 +63,7 @@ def pack_lazily_(model: nn.Module, *, force: bool = False) -> nn.Module:
 
 
 def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor], *, hooks: bool = False) -> nn.Module:
+    expect_free(model)
     check_whole(model)
     if force:
         chosen = find_targets(model)[0]
@@ -92,6 +94,7 @@ def unpack_lazily_(model: nn.Module) -> nn.Module:
 
 def _unpack(model: nn.Module, *, lazily: bool) -> nn.Module:
     expect_model(model)
+    expect_free(model)
     unpack_layers_(model, lazily=lazily)
     unmark_packed(model)
     return model

@@ -310,6 +310,18 @@ def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) ->
     Raises:
         UserError: naming the matrix, the block or the dtypes.
     """
+    check_columns(targets, config)
+    check_dtypes(model)
+    if is_multimodal(model):
+        _check_runs_on_text(model, {target.block for target in targets})
+
+
+def check_columns(targets: Iterable[Target], config: PruneConfig) -> None:
+    """Refuse columns that the pattern does not divide.
+
+    Raises:
+        UserError: naming the matrix.
+    """
     for target in targets:
         _, cols = target.shape
         if config.nm and config.nm_tail == "error" and cols % config.nm[1]:
@@ -317,9 +329,6 @@ def check_model(model: nn.Module, targets: list[Target], config: PruneConfig) ->
                 f"{target.name} has {cols} columns, pattern {config.pattern} needs a multiple of {config.nm[1]}; "
                 f"choose another pattern or --nm-tail dense"
             )
-    check_dtypes(model)
-    if is_multimodal(model):
-        _check_runs_on_text(model, {target.block for target in targets})
 
 
 def check_target_dtypes(targets: Iterable[Target]) -> None:

@@ -79,6 +79,7 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
         model, tokenizer = (load_model if save == "packed" else load_packed)(source, device="cpu")
         _keep_dtypes(model, source)
         report = Report.load(source) if Path(source, FILE_NAME).is_file() else None
+        before = _weight_bytes(source)
         begin_stage(StageName.SAVE.title)
         if save == "packed":
             pack_lazily_(model, force=force)
@@ -101,7 +102,7 @@ def _convert(source: str | Path, output: str | Path, save: str, *, force: bool, 
                 unread = carry_files(model, tokenizer, folder)
             if unread:
                 warn(f"{', '.join(unread)} could not be read and copied")
-    before, after = (_weight_bytes(folder) for folder in (source, output))
+    after = _weight_bytes(output)
     return f"{output}: weights take {after / 1e6:.1f} MB, {after / before:.1%} of the {before / 1e6:.1f} MB in {source}"
 
 
@@ -139,4 +140,5 @@ def _keep_dtypes(model, folder: str | Path) -> None:
 
 
 def _weight_bytes(folder: str | Path) -> int:
-    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    """Size of the files that hold the weights of a model; others may lie beside them."""
+    return sum(file.stat().st_size for file in set(stored_tensors(folder).values()))

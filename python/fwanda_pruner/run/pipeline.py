@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from ..formats.source import surplus_layers
 from ..measure.statistics import Statistics
 from ..methods.job import Inputs
 from ..model.arguments import expect_tokenizer, expect_type
+from ..model.in_use import expect_free
 from ..model.place import warn_of_other_place
 from ..model.plain import check_plain
 from ..model.targets import Skipped, Target, check_model, check_target_dtypes, find_targets, select_targets
@@ -43,9 +43,6 @@ from .stage import Stages
 from .state import RunState
 from .texts import Texts, check_ids, sources_of, with_sources
 from .titles import calibration_titles, stage_titles
-
-_in_use: set[int] = set()  # ids of the models of running calls
-_changing = Lock()
 
 
 def prune(
@@ -189,23 +186,10 @@ def _running(model: nn.Module, config: PruneConfig, notes: list[str]) -> Iterato
     """The conditions under which a model is measured and pruned; the warnings inside are added to the notes."""
     device = model_device(model)
     shown = showing(Ranks.current().first)
-    with machine_limits(), _alone(model), recording(notes), shown, evaluating(model), device_rules(model, config):
+    with machine_limits(), recording(notes), shown, evaluating(model), device_rules(model, config):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         yield
-
-
-@contextmanager
-def _alone(model: nn.Module) -> Iterator[None]:
-    """Refuses a model that another thread measures or prunes at this time."""
-    with _changing:
-        if id(model) in _in_use:
-            raise UserError("another thread prunes or measures this model at this time; wait for it, or give a copy")
-        _in_use.add(id(model))
-    try:
-        yield
-    finally:
-        _in_use.discard(id(model))
 
 
 def _prune(
@@ -230,6 +214,7 @@ def _prune(
 
 
 def _check_arguments(model, tokenizer, progress, *, packed: bool = False) -> None:
+    expect_free(model)  # first, because a model in use does not look plain
     check_plain(model, packed=packed)
     expect_flags(progress=progress)
     expect_tokenizer(tokenizer)

@@ -21,7 +21,8 @@ from ..formats.files import atomic_file, resolved_output, user_errors
 from ..setting_checks import expect_flags, expect_path
 
 _FACTS, _SHA256 = "fwanda", "sha256"  # keys in the metadata of a stage file
-_OWN_NAMES = re.compile(r"lock|[a-z_]+(-[a-z]+|-\d+)?\.safetensors|\..+\.tmp")  # the files that a run writes here
+_OWN_FILES = re.compile(r"lock|[a-z_]+(-[a-z]+|-\d+)?\.safetensors")  # that a run writes here
+_OWN_FOLDERS = re.compile(r"\..+\.tmp")  # of files that were being written
 _RUN = "run"  # a stage without tensors, whose facts identify the run
 
 
@@ -80,6 +81,10 @@ class RunState:
                 raise UserError(
                     f"another process is writing {output}; wait for it, or choose another --output"
                 ) from error
+            for path in paths:
+                if path.is_dir():  # a killed run was writing a file
+                    shutil.rmtree(path, ignore_errors=True)
+            paths = [path for path in paths if path.exists()]
             if not resume:
                 self._start_over(paths, overwrite)
             self.resumed = resume and bool(paths)
@@ -200,7 +205,7 @@ def _hash(tensors: Mapping[str, Tensor], facts: str) -> str:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """The files that earlier runs left in a folder, without the lock. None exist if there is no such folder.
+    """The files and folders that earlier runs left in a folder, without the lock; none if there is no such folder.
 
     Raises:
         UserError: the folder is a link or a file, or holds files that no run writes. Nothing in it is changed.
@@ -211,7 +216,8 @@ def _own_files(folder: Path) -> list[Path]:
         raise UserError(f"{folder} is not a folder of an interrupted run; move it away, or choose another --output")
     paths = list(folder.iterdir())
     for path in paths:
-        if not _OWN_NAMES.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+        own = _OWN_FILES.fullmatch(path.name) and path.is_file() or _OWN_FOLDERS.fullmatch(path.name) and path.is_dir()
+        if not own or path.is_symlink():
             raise UserError(f"{path} was not written by an interrupted run; move it away, or choose another --output")
     return [path for path in paths if path.name != "lock"]
 

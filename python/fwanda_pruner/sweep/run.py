@@ -26,7 +26,7 @@ from ..evaluate.perplexity import check_dense, check_pruned
 from ..formats.files import atomic_file, resolved_output, user_errors
 from ..measure.statistics import Statistics
 from ..model.plain import check_plain
-from ..model.targets import check_length, find_targets, select_targets
+from ..model.targets import check_columns, check_length, find_targets, select_targets
 from ..notes import showing, warn
 from ..report.record import Report
 from ..run.pipeline import collect, evaluate_model, own_text, run_prune
@@ -166,25 +166,27 @@ def check_folder(output: str | Path, model: str | None = None) -> None:
 
 
 def check_windows(recipe: Recipe, tokenizer) -> None:
-    """Refuses a calibration text that is shorter than one window of a cell.
+    """Refuses a text that is shorter than one window of a cell.
 
     Raises:
         UserError: naming the text.
     """
-    lengths: dict[str, int] = {}
+    lengths: dict[tuple[str, str], int] = {}  # name and purpose of a text -> its longest window
     for config in recipe.cells:
-        for source in config.sources if config.reads_text else ():
-            lengths[source.name] = max(config.seqlen, lengths.get(source.name, 0))
-    for name, seqlen in lengths.items():
+        read = [(source.name, "calibration", config.seqlen) for source in config.sources if config.reads_text]
+        read += [(name, "eval", config.eval_seqlen or config.seqlen) for name in config.eval]
+        for name, purpose, seqlen in read:
+            lengths[name, purpose] = max(seqlen, lengths.get((name, purpose), 0))
+    for (name, purpose), seqlen in lengths.items():
         if name != OWN_TEXT:
-            check_window(name, tokenizer, seqlen)
+            check_window(name, tokenizer, seqlen, purpose)
 
 
 def _check_cells(model: nn.Module, recipe: Recipe) -> None:
     """Refuses settings of cells that do not fit the model, before anything is measured or written."""
     found = find_targets(model)
     for config in recipe.cells:
-        select_targets(*found, config)
+        check_columns(select_targets(*found, config)[0], config)
         check_length(model, config.seqlen if config.reads_text else config.eval_seqlen or 0)
         with device_rules(model, config):
             pass

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UserError, one_line, show
 from ..notes import muted, warn
 from ..source_shares import OWN_TEXT
-from .sources import NAMED, load_documents
+from .sources import NAMED, Purpose, load_documents
 
 # Characters. A tokenizer needs some hundred bytes of memory for each. A document longer than _WHOLE (WikiText-2 has
 # 1.3 million) is therefore tokenised in pieces that end at a line break, which may change one token at each seam.
@@ -92,18 +92,19 @@ def draw_windows(
     return drawn[:nsamples], drawn[nsamples:]
 
 
-def check_window(source: str, tokenizer: Any, seqlen: int) -> None:
-    """Refuses a calibration text that is shorter than one window. It reads only as much text as a window needs.
+def check_window(source: str, tokenizer: Any, seqlen: int, purpose: Purpose = "calibration") -> None:
+    """Refuses a text that is shorter than one window. It reads only as much text as a window needs.
 
     Args:
         source, tokenizer, seqlen: as for `draw_windows`.
+        purpose: what the text is read for; some sources have other documents for each.
 
     Raises:
         UserError: as for `draw_windows`.
     """
-    if not _window_per_document(source):
+    if purpose == "eval" or not _window_per_document(source):
         with muted():  # the run repeats the warnings
-            documents = load_documents(source, purpose="calibration", tokenizer=tokenizer)
+            documents = load_documents(source, purpose=purpose, tokenizer=tokenizer)
             stream = _token_stream(documents, tokenizer, enough=seqlen)
         _require_one_window(source, stream, seqlen - 1)  # BOS may be the other token
 
