@@ -62,11 +62,11 @@ def _surely_apart(args: tuple, apart: list[int], read: list[int]) -> bool:
         arg = args[i]
         if type(arg) is list:
             for tensor in arg:
-                if not tensor.is_contiguous():
+                if not tensor.is_contiguous() or tensor.is_neg():
                     return False
             places += [tensor.untyped_storage().data_ptr() for tensor in arg]
         elif arg is not None:
-            if not arg.is_contiguous():
+            if not arg.is_contiguous() or arg.is_neg():
                 return False
             places.append(arg.untyped_storage().data_ptr())
     distinct = set(places)
@@ -75,9 +75,9 @@ def _surely_apart(args: tuple, apart: list[int], read: list[int]) -> bool:
     for i in read:
         arg = args[i]
         if type(arg) is list:
-            if not distinct.isdisjoint([tensor.untyped_storage().data_ptr() for tensor in arg]):
+            if any(tensor.is_neg() or tensor.untyped_storage().data_ptr() in distinct for tensor in arg):
                 return False
-        elif arg is not None and arg.untyped_storage().data_ptr() in distinct:
+        elif arg is not None and (arg.is_neg() or arg.untyped_storage().data_ptr() in distinct):
             return False
     return True
 

@@ -82,6 +82,8 @@ def allocate_budgets(
         expect_values(op, f"vs[{i}]", v)
         expect_device(op, f"vs[{i}]", v, vs[0])
     expect_bad(op, bad, vs[0])
+    if bad is not None and bad.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{op}: bad was made in inference mode and cannot be changed outside it; pass a clone of it")
     sizes = [v.numel() for v in vs]
     k_min = as_count(op, "k_min", k_min)
     totals = [as_count(op, f"totals[{i}]", total) for i, total in enumerate(totals)]
@@ -147,8 +149,9 @@ def global_row_scales(
     given = {"row_exponent": row_exponent, "layer_exponent": layer_exponent}
     for name, value in (given | ({} if mean_omega is None else {"mean_omega": mean_omega})).items():
         expect_number(op, name, value, "a finite number")
+    omegas, norms = [omega.double() for omega in omegas], [norm.double() for norm in norms]
     b, c = row_exponent * 1.0, layer_exponent * 1.0  # torch takes no integer beyond 64 bits
-    mean = torch.cat([omega.double() for omega in omegas]).mean()
+    mean = torch.cat(omegas).mean()
     if mean_omega is not None:
         mean = torch.full_like(mean, mean_omega * 1.0)
     layers = list(zip(weights, omegas, norms, strict=True))
@@ -213,7 +216,7 @@ def _is_share(v: Tensor) -> Tensor:
 
 def _mean_score(weight: Tensor, norm: Tensor) -> Tensor:
     """[R] fp64 mean over the columns of |W_ij| * norm_j."""
-    norm = norm.double() / weight.shape[1]
+    norm = norm / weight.shape[1]
     return torch.cat([rows.double().abs() @ norm for rows in weight.split(_CHUNK_ROWS)])
 
 
@@ -226,7 +229,7 @@ def _padded(
         [L, R] fp64 signals, with zeros after a shorter vector; [L, R] bool, False there; the flat position of each
         row of the vectors in [L, R]; totals and k_max as [2, L, 1] int64.
     """
-    flat = torch.cat(list(vs)).double()
+    flat = torch.cat([v.float() if v.itemsize < 4 else v for v in vs]).double()  # torch joins no fp8 with others
     device, most = flat.device, max(sizes)
     numbers = torch.tensor([sizes, list(totals), list(k_max)], dtype=torch.int64, device="cpu", pin_memory=flat.is_cuda)
     length, *limits = numbers.to(device, non_blocking=True)[:, :, None]

@@ -182,10 +182,18 @@ def test_rows_keep_at_least_one_by_default():
     assert fk.allocate_row_budgets(torch.tensor([1.0, 0.0]), 3, k_max=4).tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_signals_of_any_floating_dtype_are_read_in_float64(dtype):
-    v = torch.tensor([1.0, 0.5, 4.0, 0.0]).to(dtype)
-    assert torch.equal(fk.allocate_row_budgets(v, 9, k_max=8), fk.allocate_row_budgets(v.double(), 9, k_max=8))
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_signals_of_any_floating_dtype_are_read_in_float64(dtype, autocast):
+    v, other = torch.tensor([1.0, 0.5, 4.0, 0.0]).to(dtype), torch.tensor([1.0, 3.0])
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = fk.allocate_budgets([v, other], [9, 4], k_max=[8, 4])
+        scales = fk.global_row_scales([torch.ones(4, 2)], [v], [other.to(dtype)])[0]
+    expected = fk.allocate_budgets([v.double(), other.double()], [9, 4], k_max=[8, 4])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(scales, fk.global_row_scales([torch.ones(4, 2)], [v.double()], [other.double()])[0])
 
 
 def test_signal_is_not_modified():
@@ -229,6 +237,13 @@ def test_bad_collects_the_code_instead_of_raising(value, code):
 @pytest.mark.parametrize("bad", [5, torch.zeros(1), torch.zeros(2, dtype=torch.int32)], ids=str)
 def test_a_wrong_bad_is_one_line(bad):
     with pytest.raises(ValueError, match=r"^allocate_budgets: bad must be .*$"):
+        fk.allocate_row_budgets(ONE, 4, k_max=4, bad=bad)
+
+
+def test_a_bad_of_inference_mode_is_one_line():
+    with torch.inference_mode():
+        bad = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^allocate_budgets: bad was made in inference mode and cannot be changed"):
         fk.allocate_row_budgets(ONE, 4, k_max=4, bad=bad)
 
 

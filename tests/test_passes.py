@@ -151,11 +151,11 @@ def test_a_window_that_never_fits_is_one_line(settings):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"micro_batch": "0"}, "--micro-batch must be auto or a number of windows, got '0'"),
-        ({"micro_batch": "x"}, "--micro-batch must be auto or a number of windows, got 'x'"),
+        ({"micro_batch": "0"}, "--micro-batch must be auto or a number of windows in .1, 999999., got '0'"),
+        ({"micro_batch": "x"}, "--micro-batch must be auto or a number of windows in .1, 999999., got 'x'"),
         ({"compile": "maybe"}, "--compile must be one of auto, on, off, got 'maybe'"),
         ({"compile": "on", "checkpointing": "on"}, "--compile on contradicts --checkpointing on"),
-        ({"max_memory": "16"}, "--max-memory must be a size above 0, e.g. 16GiB or 900MB, got '16'"),
+        ({"max_memory": "16"}, "--max-memory must be a size above 0 with its unit, e.g. 16GiB or 900MB, got '16'"),
         ({"max_memory": "0GiB"}, "--max-memory must be a size above 0"),
         ({"max_memory": "1GiB"}, "--max-memory limits the memory of a GPU, but the model is on cpu"),
     ],

@@ -122,6 +122,15 @@ def with_negated(op: str, place: int) -> list | None:
     return args
 
 
+@pytest.mark.fault("negated view")
+def test_a_contiguous_negated_view_is_refused_or_read_with_its_values():
+    weight, scale, keep = negated(torch.ones(1, 1)), torch.ones(1), torch.ones(1, dtype=torch.int64)
+    assert weight.is_contiguous()
+    with pytest.raises(ValueError, match="row_topk_prune_: weight must not be a negated view"):
+        fk.row_topk_prune_(weight, scale, keep)
+    assert fk.row_topk_mask(weight, scale, keep).all() and fk.row_topk_mask(scale[None], weight[0], keep).all()
+
+
 NEGATED = [(op, i, changed) for op in WRAPPERS for i, changed in tensor_arguments(op) if with_negated(op, i)]
 modes = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 ways = pytest.mark.parametrize("way", ["function", "op"])

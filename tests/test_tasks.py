@@ -237,7 +237,7 @@ def test_without_ppl_no_text_is_read(folder, task, capsys):
 MISTAKES = {
     "unknown task": (["--tasks", "zeroshot,arc_eazy"], "got 'arc_eazy'"),
     "no task": (["--tasks", ""], "--tasks: expected a value"),
-    "file that does not exist": (["--tasks", "nowhere.yaml"], "got 'nowhere.yaml'"),
+    "file that does not exist": (["--tasks", "nowhere.yaml"], "--tasks nowhere.yaml: no such file"),
     "limit of none": (["--tasks", "rte", "--limit", "0"], "--limit must be an integer in [1, 1000000000], got 0"),
     "huge limit": (["--tasks", "rte", "--limit", str(10**30)], "--limit must be an integer in [1, 1000000000], got 10"),
     "batch of none": (["--tasks", "rte", "--batch-size", "0"], "--batch-size must be an integer in [1, 1000000000]"),

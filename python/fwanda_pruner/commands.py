@@ -421,6 +421,9 @@ def _with_texts(model: str, config: PruneConfig) -> PruneConfig:
     report = Report.load(model) if Path(model, FILE_NAME).is_file() else None
     sources = [text["source"] for text in report.perplexity] if report else []
     texts = tuple(source for source in sources if source.partition(" ")[0] != TOKENS)
+    for text in texts:
+        if Path(text).suffix in (".txt", ".jsonl", ".json", ".parquet", ".gz") and not Path(text).exists():
+            raise UserError(f"{model} was measured on {text}, which is not here; name a text by --eval")
     if not texts:
         return replace(config, eval=("sample",))
     return replace(config, eval=texts, eval_windows=config.eval_windows or report.config.get("eval_windows"))
@@ -545,7 +548,7 @@ def bench(args: argparse.Namespace) -> Result:
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", text):
-        raise UserError(f"{flag} must be numbers from 1 on, separated by commas, got {show(text)}")
+        raise UserError(f"{flag} must be numbers in [1, 999999], separated by commas, got {show(text)}")
     return tuple(int(number) for number in text.split(","))
 
 

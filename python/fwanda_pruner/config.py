@@ -291,16 +291,20 @@ class PruneConfig:
             )
         if self.fisher_samples != "all" and not re.fullmatch("[1-9][0-9]{0,5}", self.fisher_samples):
             raise UserError(
-                f"--fisher-samples must be all or a number of windows from 1 on, got {show(self.fisher_samples)}"
+                f"--fisher-samples must be all or a number of windows in [1, 999999], got {show(self.fisher_samples)}"
             )
 
     def _check_memory(self) -> None:
         if self.micro_batch != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", self.micro_batch):
-            raise UserError(f"--micro-batch must be auto or a number of windows, got {show(self.micro_batch)}")
+            raise UserError(
+                f"--micro-batch must be auto or a number of windows in [1, 999999], got {show(self.micro_batch)}"
+            )
         if self.compile == self.checkpointing == "on":
             raise UserError("--compile on contradicts --checkpointing on; give only one of them")
         if self.max_memory is not None and not self.memory_limit:
-            raise UserError(f"--max-memory must be a size above 0, e.g. 16GiB or 900MB, got {show(self.max_memory)}")
+            raise UserError(
+                f"--max-memory must be a size above 0 with its unit, e.g. 16GiB or 900MB, got {show(self.max_memory)}"
+            )
 
     def _check_engine(self) -> None:
         """Refuses options that have no effect with the engine, and what it cannot do."""

@@ -158,7 +158,8 @@ def check_sparsity(sparsity: str | None, pattern: str | None) -> None:
         except (ValueError, ZeroDivisionError):
             valid = False
         if not valid:
-            raise UserError(f"--sparsity must be in [0, 1), such as 0.5 for 50 %, got {show(sparsity)}")
+            most = "" if len(sparsity) <= 40 else " and at most 40 characters long"
+            raise UserError(f"--sparsity must be in [0, 1), such as 0.5 for 50 %{most}, got {show(sparsity)}")
     if pattern is None:
         return
     match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", pattern)

@@ -144,7 +144,9 @@ def check_tasks(
         if name == "ppl":  # a name of `fwanda eval --tasks`, which does not come here
             raise UserError("tasks: perplexity (ppl) is no task here; name the texts to measure it on with eval")
         known = name == "zeroshot" or name in _manager().all_tasks
-        if not known and not (Path(name).suffix == ".yaml" and os.path.isfile(name)):
+        if not known and Path(name).suffix == ".yaml" and not os.path.isfile(name):
+            raise UserError(f"--tasks {name}: no such file")
+        if not known and Path(name).suffix != ".yaml":
             raise UserError(
                 "--tasks takes ppl, zeroshot, mmlu, names listed by `lm-eval ls tasks`, and .yaml files in its format, "
                 f"got {name!r}"

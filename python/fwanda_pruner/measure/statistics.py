@@ -98,9 +98,12 @@ class Statistics:
         if not isinstance(name, str) or name not in self.x2:
             hint = did_you_mean(name, self.x2) if isinstance(name, str) else ""
             raise UserError(f"name must be that of a matrix of the statistics, got {show(name)}{hint}")
-        return fk.LayerStatistics(
-            self.x2[name], self.g2.get(name), self.n_tokens[name], g2_tokens=self.fisher_tokens.get(name)
-        )
+        try:
+            return fk.LayerStatistics(
+                self.x2[name], self.g2.get(name), self.n_tokens[name], g2_tokens=self.fisher_tokens.get(name)
+            )
+        except (AttributeError, LookupError, TypeError) as error:
+            raise UserError(f"the statistics of {name} were altered ({one_line(error)}); measure them again") from error
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file, whole or not at all.
@@ -143,7 +146,10 @@ class Statistics:
         refuse_pipe(path, "the statistics")
         try:
             with safe_open(path, framework="pt") as file:
-                values = json.loads((file.metadata() or {})["fwanda"])
+                written = (file.metadata() or {}).get("fwanda")
+                if written is None:
+                    raise ValueError("it holds other tensors")
+                values = json.loads(written)
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
             statistics = cls.of_parts(tensors, values)
             statistics._check_values()
@@ -224,7 +230,10 @@ class Statistics:
         self._check_tensors()
         tensors, _ = self.to_parts()
         flat = torch.cat(
-            [torch.empty(0, dtype=torch.float32), *(tensors[name].float().flatten() for name in sorted(tensors))]
+            [
+                torch.empty(0, dtype=torch.float32),
+                *(tensors[name].detach().float().flatten() for name in sorted(tensors)),
+            ]
         )
         return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
@@ -251,6 +260,7 @@ class Statistics:
                 fault = _fault_of(tensor)
                 if fault is not None or not counted or tensor.shape != (size,) or tensor.dtype != torch.float32:
                     got = f"{list(tensor.shape)} {tensor.dtype}" if fault is None else fault
+                    got = got if counted else "no number of tokens"
                     raise UserError(
                         f"the statistics must hold {target.name}.{kind} [{size}], got {got}; they are of another model"
                     )

@@ -124,6 +124,8 @@ def run_split(experts: Iterable[FusedExperts]) -> AbstractContextManager[None]:
 
 def fused_names(module: nn.Module) -> list[str]:
     """Names of the 3-D parameters of fused experts, first the one that takes the input; empty if there are none."""
+    if type(module).__module__.startswith("torch."):  # such as nn.Bilinear
+        return []
     names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
     up = [name for name in _UP if name in names]
     if up and _DOWN in names:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -235,7 +236,8 @@ def _gguf_path(name: str) -> Path | None:
     if not name.lower().endswith(".gguf"):
         return None
     if not Path(name).is_file():
-        raise UserError(f"model {name!r}: no such file")
+        problem = "is no file; give the .gguf file itself" if os.path.lexists(name) else "no such file"
+        raise UserError(f"model {name!r}: {problem}")
     return Path(name)
 
 

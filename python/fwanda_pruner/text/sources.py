@@ -287,6 +287,8 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
                 continue
             missing = not answered and isinstance(error, OSError)
             reason = "the Hugging Face Hub does not answer, and no copy is cached" if missing else one_line(error)
+            if os.path.isdir(source) and "Unknown split" in reason:
+                reason = f"it has no files whose names begin with {' or '.join(splits)}"
             raise UserError(f"{source}: {what}: {reason}; {_WAY_OUT}{_like(source)}") from error
     names = dataset.column_names
     column = next((name for name in FIELDS if name in names), None)
@@ -300,6 +302,8 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
 
 def _check_folder(source: str) -> None:
     """Refuses a folder with so many files that `datasets` would look through it for minutes; says so of a large one."""
+    if os.path.isfile(os.path.join(source, "config.json")) and any(Path(source).glob("*.safetensors")):
+        raise UserError(f"{source}: the folder of a model, which holds no text; {_WAY_OUT}")
     count = 0
     for _, _, files in os.walk(source):
         count += len(files)
@@ -313,7 +317,7 @@ def _check_folder(source: str) -> None:
 
 
 def _like(source: str) -> str:
-    return "" if source in NAMED else did_you_mean(source, [*NAMED, OWN_TEXT])
+    return "" if source in NAMED or os.path.isdir(source) else did_you_mean(source, [*NAMED, OWN_TEXT])
 
 
 @contextmanager
