@@ -226,7 +226,8 @@ def _load(backend: str, device: str, name: str) -> Callable:
 def _refusal(name: str, device: str) -> str:
     found = {backend: _kernel(backend, device, name) for backend in _candidates(device)}
     reasons = [f"{b}: {'declines these arguments' if callable(kernel) else kernel}" for b, kernel in found.items()]
-    return f"no backend serves this call on {device} ({'; '.join(reasons)})"
+    instead = "; choose another one, or none, by FWANDA_BACKEND or use_backend()" if forced_backend() else ""
+    return f"no backend serves this call on {device} ({'; '.join(reasons)}){instead}"
 
 
 @contextmanager

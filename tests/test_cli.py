@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import runpy
 import shutil
 import subprocess
@@ -607,6 +608,16 @@ def test_an_error_of_the_model_itself_is_one_line(tmp_path, capsys):
     assert main(["prune", str(tmp_path / "model"), *flags, "--output", str(tmp_path / "out")]) == 2
     check_one_line(capsys, "the model's own code fails at modeling_codegen.py:")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("variable", ["TQDM_MININTERVAL", "TORCH_LOGS"])
+def test_a_variable_of_another_package_with_an_odd_value_is_one_line(variable, tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "fwanda_pruner", "prune", "model", "--method", "magnitude", "--output", "out"]
+    env = {**os.environ, variable: "oddly"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert f"fwanda: error: the environment variable {variable}=oddly cannot be used: " in done.stderr.splitlines()[-1]
 
 
 def test_an_error_that_nobody_expects_is_one_line(monkeypatch, capsys):

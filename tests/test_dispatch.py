@@ -162,6 +162,7 @@ print(fk.nm_mask(torch.ones(2, 4), torch.ones(4), 2, 4).sum().item())
 """
     lines = run_alone(code, tmp_path, TRITON_INTERPRET="1").split("begin\n")[1].splitlines()
     refusal = "nm_mask: no backend serves this call on cpu (triton: libcuda is missing)"
+    refusal += "; choose another one, or none, by FWANDA_BACKEND or use_backend()"
     assert lines == ["tried", refusal, refusal, "4"]
 
 

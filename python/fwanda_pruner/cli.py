@@ -165,6 +165,8 @@ def _explained(error: Exception) -> tuple[str, int]:
         return " ".join(str(error).split()) + _HINTS[name], 2
     if isinstance(error, OSError):
         return one_line(error), 2
+    if isinstance(error, ValueError) and (variable := _misset_variable(str(error))):
+        return f"the environment variable {variable} cannot be used: {one_line(error, 100)}; unset it", 2
     frames = traceback.extract_tb(error.__traceback__)
     known = [frame for frame in frames if _is_ours(frame) or _is_of_model(frame)]
     if known and _is_of_model(known[-1]):
@@ -177,6 +179,14 @@ def _explained(error: Exception) -> tuple[str, int]:
         f"unexpected {name} at {where}: {one_line(error)}; please report this with the command; "
         f"FWANDA_TRACEBACK=1 shows more"
     ), 1
+
+
+def _misset_variable(message: str) -> str | None:
+    """NAME=value of a setting of tqdm or torch whose value an error quotes, else None."""
+    for name, value in os.environ.items():
+        if name.startswith(("TQDM_", "TORCH_")) and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message):
+            return f"{name}={value}"
+    return None
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
