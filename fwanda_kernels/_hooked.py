@@ -158,7 +158,7 @@ def hook_gradient(output: Tensor, call: Callable[[Tensor], None]) -> None:
     does, torch drops the hooks of the view, but not those of the tensor behind it.
     """
     base, shape = output._base, output.shape
-    same = base is not None and base.requires_grad and base.numel() == output.numel()
+    same = base is not None and base.requires_grad and base.shape == (shape[:-1].numel(), shape[-1])
     hooked = base if same and base.is_contiguous() and output.is_contiguous() else output
     hooked.register_hook(lambda gradient: call(gradient.reshape(shape)))
 

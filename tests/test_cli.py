@@ -610,6 +610,14 @@ def test_an_error_of_the_model_itself_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_error_that_quotes_the_value_of_a_variable_of_torch_by_chance_is_not_blamed_on_it(monkeypatch, capsys):
+    monkeypatch.setattr("fwanda_pruner.doctor.describe", lambda: torch.zeros(3).view(1, 2))
+    for value in ("1", ""):
+        monkeypatch.setenv("TORCH_SHOW_CPP_STACKTRACES", value)
+        assert main(["doctor"]) == 1
+        check_one_line(capsys, "unexpected RuntimeError at test_cli.py:")
+
+
 @pytest.mark.parametrize("variable", ["TQDM_MININTERVAL", "TORCH_LOGS"])
 def test_a_variable_of_another_package_with_an_odd_value_is_one_line(variable, tmp_path):
     tiny.llama().save_pretrained(tmp_path / "model")

@@ -9,6 +9,7 @@ from tiny import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune, ru
 import fwanda_pruner
 from fwanda_pruner import UserError
 from fwanda_pruner.model.load import load_model
+from fwanda_pruner.model.targets import find_blocks
 from fwanda_pruner.run.bench import decode_steps
 
 
@@ -84,7 +85,9 @@ def test_a_model_whose_logits_need_more_than_hidden_states_is_one_line(method):
     sizes = {"hidden_size": 32, "num_decoder_layers": 2, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 48}
     config = transformers.ProphetNetConfig(**sizes, vocab_size=67, max_position_embeddings=64, is_decoder=True)
     model = transformers.ProphetNetForCausalLM(config).eval()
-    with pytest.raises(UserError, match="ProphetNetForCausalLM computes its logits from more than .* --method magnit"):
+    with pytest.raises(
+        UserError, match="no loss can be computed from the hidden states of ProphetNetForCausalLM .*--method magnitude"
+    ):
         prune(model, method=method)
 
 
@@ -133,6 +136,16 @@ def test_a_larger_vision_tower_of_a_language_model_is_not_pruned():
     report = prune(model, method="fwanda")
     assert len(report.matrices) == 2 * 6 and all("git.encoder.layer." in row.name for row in report.matrices)
     assert report.sparsity["matrices"] == 0.5
+
+
+@pytest.mark.fault("model classes")
+def test_blocks_are_found_where_the_config_of_the_language_model_itself_is_named_after_audio():
+    class AudioChatConfig(transformers.LlamaConfig):
+        pass
+
+    model = transformers.LlamaForCausalLM(AudioChatConfig(**tiny.SIZES))
+    model.audio_tower = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(4))
+    assert find_blocks(model)[0] == "model.layers"
 
 
 class ForgetfulLlama(transformers.LlamaForCausalLM):

@@ -101,9 +101,9 @@ def test_a_packed_model_generates_moves_converts_and_keeps_its_state(folder):
     other.load_state_dict(model.state_dict())
     assert torch.equal(logits(other), logits(model.to("cpu")))
     layer = model.model.layers[0].mlp.up_proj
-    before = layer.weight
+    before = layer.dense_weight()
     model.to(torch.float32)
-    assert layer.header.dtype == torch.float32 and torch.equal(layer.weight, before.float())
+    assert layer.header.dtype == torch.float32 and torch.equal(layer.dense_weight(), before.float())
     assert logits(model).dtype == torch.float32
 
 

@@ -4,7 +4,6 @@ import errno
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -18,7 +17,7 @@ from fwanda_pruner import Report, UserError, load_model, load_packed, pack_, pro
 from fwanda_pruner.cli import main
 from fwanda_pruner.formats.files import atomic_folder
 from fwanda_pruner.run import convert
-from fwanda_pruner.run.bench import bench, measure
+from fwanda_pruner.run.bench import bench
 from fwanda_pruner.run.convert import pack_folder, unpack_folder
 
 
@@ -134,14 +133,6 @@ def test_the_bench_of_a_dense_model_is_refused_before_it_measures(tmp_path, monk
     monkeypatch.setattr("fwanda_pruner.run.bench.measure", lambda *_args, **_named: pytest.fail("it measured"))
     with pytest.raises(UserError, match="the model is dense: no matrix has 15% zeros.*; prune it first$"):
         bench(tmp_path, device="cpu")
-
-
-@pytest.mark.parametrize("error", [RuntimeError("other shapes"), IndexError("tuple index out of range")])
-def test_the_bench_of_a_model_that_fails_is_one_line(error, monkeypatch):
-    model = tiny.llama().eval()
-    monkeypatch.setattr(type(model), "forward", Mock(side_effect=error))
-    with pytest.raises(UserError, match=rf"^bench: LlamaForCausalLM cannot be timed with --batches 1 \({error}\)$"):
-        measure(model, "dense", batches=[1], tokens=1, prompts=[8])
 
 
 @pytest.mark.fault("full disk")

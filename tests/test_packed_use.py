@@ -282,6 +282,17 @@ def test_layers_whose_weight_the_model_reads_itself_stay_dense():
     assert torch.allclose(logits(model), expected, atol=1e-5)
 
 
+@needs_accelerate
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_packed_model_runs_with_its_weights_offloaded_by_accelerate(buffers, folder):
+    from accelerate import cpu_offload
+
+    model = load_packed(folder, device="cpu").model
+    expected = logits(model)
+    offloaded = cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
+    assert torch.equal(logits(offloaded), expected)
+
+
 class Readers(torch.nn.Module):
     """Reads the weights of its layers in several ways, and gives one its input by keyword."""
 
@@ -298,7 +309,7 @@ class Readers(torch.nn.Module):
         return x + torch.nn.functional.linear(x, weight) + torch.nn.functional.linear(x, local.weight, local.bias)
 
 
-def test_layers_whose_weight_is_read_or_that_get_their_input_by_keyword_are_packed():
+def test_layers_whose_weight_is_read_stay_dense_and_one_called_by_keyword_is_packed():
     torch.manual_seed(0)
     model = tiny.llama()
     for block in model.model.layers:
@@ -307,6 +318,7 @@ def test_layers_whose_weight_is_read_or_that_get_their_input_by_keyword_are_pack
     assert report.sparsity["matrices"] == pytest.approx(0.5, abs=1e-3)
     expected = model(IDS).logits
     pack_(model)
-    for name in ("attention.out_proj", "inner.0", "local", "named"):
-        assert isinstance(model.get_submodule(f"model.layers.0.mlp.{name}"), PackedLinear)
+    for name in ("attention.out_proj", "inner.0", "local"):
+        assert not isinstance(model.get_submodule(f"model.layers.0.mlp.{name}"), PackedLinear)
+    assert isinstance(model.model.layers[0].mlp.named, PackedLinear)
     assert torch.allclose(model(IDS).logits, expected, atol=1e-5)

@@ -22,6 +22,7 @@ from fwanda_pruner import (
     save_pruned,
     unpack_,
 )
+from fwanda_pruner.model import pack
 from fwanda_pruner.model.load import LoadedModel
 from fwanda_pruner.model.targets import find_targets
 
@@ -296,6 +297,28 @@ def test_a_model_in_use_is_refused_to_other_threads_and_free_afterwards(call):
     assert prune(model, method="wanda", sparsity=0.75, **QUIET).sparsity["matrices"] == 0.75
 
 
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("call", [pack_, unpack_])
+def test_a_model_that_is_packed_or_unpacked_is_refused_to_other_threads(call, monkeypatch):
+    model, found = tiny.llama(), []
+    prune(model, method="magnitude", progress=False)
+    if call is unpack_:
+        pack_(model)
+
+    def refused(*_, **_named):
+        thread = threading.Thread(target=lambda: found.append(str(pytest.raises(UserError, prune, model).value)))
+        thread.start()
+        thread.join()
+        monkeypatch.undo()
+        raise UserError("stop")
+
+    monkeypatch.setattr(pack, "check_whole" if call is pack_ else "unpack_layers_", refused)
+    with pytest.raises(UserError, match="^stop$"):
+        call(model)
+    assert found == ["another thread prunes or measures this model at this time; wait for it, or give a copy"]
+    call(model)
+
+
 @pytest.mark.fault("odd calls")
 @pytest.mark.parametrize("call", [prune, collect, evaluate_model])
 def test_a_head_without_weights_is_refused(call):
@@ -372,6 +395,6 @@ def test_a_packed_weight_that_cannot_be_unpacked_is_named():
     model = tiny.llama()
     fwanda_pruner.prune(model, method="magnitude", sparsity=0.7, progress=False)
     fwanda_pruner.pack_(model)
-    model.model.layers[1].mlp.up_proj.packed.zero_()
+    model.model.layers[1].mlp.up_proj.weight.zero_()
     with pytest.raises(UserError, match="^model.layers.1.mlp.up_proj cannot be unpacked: .*; load the model again$"):
         fwanda_pruner.unpack_(model)

@@ -113,6 +113,10 @@ def test_files_written_after_a_finished_run_that_read_them_are_warned_of(argv, t
             warned = f"{file} was written after {out}; pass --overwrite to run the command again with it"
             assert (warned in capsys.readouterr().err) == bool(later)
         os.utime(file, times=(before, before))
+    Path(argv[1], "README.md").write_text("edited later")
+    capsys.readouterr()
+    assert cli.main([*argv, "--resume"]) == 0 and "was written after" not in capsys.readouterr().err
+    Path(argv[1], "README.md").unlink()
 
 
 @pytest.mark.parametrize("stage", ["eval_dense", "eval_pruned"])

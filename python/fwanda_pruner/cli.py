@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import logging
 import os
@@ -165,9 +166,9 @@ def _explained(error: Exception) -> tuple[str, int]:
         return " ".join(str(error).split()) + _HINTS[name], 2
     if isinstance(error, OSError):
         return one_line(error), 2
-    if isinstance(error, ValueError) and (variable := _misset_variable(str(error))):
-        return f"the environment variable {variable} cannot be used: {one_line(error, 100)}; unset it", 2
     frames = traceback.extract_tb(error.__traceback__)
+    if variable := _misset_variable(str(error), frames[-1]):
+        return f"the environment variable {variable} cannot be used: {one_line(error, 100)}; unset it", 2
     known = [frame for frame in frames if _is_ours(frame) or _is_of_model(frame)]
     if known and _is_of_model(known[-1]):
         return (
@@ -181,16 +182,17 @@ def _explained(error: Exception) -> tuple[str, int]:
     ), 1
 
 
-def _misset_variable(message: str) -> str | None:
-    """NAME=value of a setting of tqdm or torch whose value an error quotes, else None."""
-    for name, value in os.environ.items():
-        if name.startswith(("TQDM_", "TORCH_")) and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message):
-            return f"{name}={value}"
-    return None
+def _misset_variable(message: str, frame: traceback.FrameSummary) -> str | None:
+    """NAME=value of the setting whose value the code of tqdm or of torch's logging refuses, else None."""
+    folder = os.path.basename(os.path.dirname(frame.filename))
+    start = {"tqdm": "TQDM_", "_logging": "TORCH_LOGS"}.get(folder)
+    given = os.environ.items() if start else ()
+    return next((f"{k}={v}" for k, v in given if k.startswith(start) and v and v in message), None)
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return any(f"{os.sep}{package}{os.sep}" in frame.filename for package in ("fwanda_pruner", "fwanda_kernels"))
+    kernels = importlib.util.find_spec("fwanda_kernels").submodule_search_locations
+    return frame.filename.startswith(tuple(f"{folder}{os.sep}" for folder in (os.path.dirname(__file__), *kernels)))
 
 
 def _is_of_model(frame: traceback.FrameSummary) -> bool:

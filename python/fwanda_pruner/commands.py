@@ -129,10 +129,11 @@ def _warn_of_newer(output: str, inputs: Iterable[str]) -> None:
 
     written = Path(output, FILE_NAME).stat().st_mtime
     for path in map(Path, dict.fromkeys(inputs)):
-        files = path.iterdir() if path.is_dir() else [path]
-        newer = [file for file in files if file.is_file() and file.stat().st_mtime > written]
-        if newer:
-            warn(f"{max(newer)} was written after {output}; pass --overwrite to run the command again with it")
+        is_model = (path / "config.json").is_file()
+        files = [*path.glob("*.safetensors"), *path.glob("*.json")] if is_model else [path, *path.rglob("*")]
+        ages = [(file.stat().st_mtime, str(file)) for file in files if file.is_file()]
+        if ages and max(ages)[0] > written:
+            warn(f"{max(ages)[1]} was written after {output}; pass --overwrite to run the command again with it")
 
 
 def prune(args: argparse.Namespace) -> Result:
@@ -146,7 +147,7 @@ def prune(args: argparse.Namespace) -> Result:
     if args.statistics:
         check_uses_statistics(resolved)
     if (checked := _on_first(lambda: _finished(args, config))) is not None:
-        _warn_of_newer(args.output, _inputs(args, config))
+        _on_first(lambda: _warn_of_newer(args.output, _inputs(args, config)))
         finished = (
             f"finished    {args.output} holds the result of this command: {checked}; model and texts were not read"
         )
@@ -475,8 +476,7 @@ def sweep(args: argparse.Namespace) -> Result:
     if recipe.tasks:
         _check_tasks(recipe.tasks, [config.engine for config in recipe.cells], settings)
     elif settings:
-        flags = {"data_dir": "--eval-data", "limit": "--limit", "batch_size": "--batch-size"}
-        raise UserError(f"{flags[min(settings)]} has no effect, because {args.recipe} names no tasks; leave it out")
+        raise UserError(f"--eval-data, --limit and --batch-size are for tasks, and {args.recipe} names none")
     model, tokenizer = _load(args, recipe.cells[0], streams=not recipe.tasks)
     check_windows(recipe, tokenizer)
     try:

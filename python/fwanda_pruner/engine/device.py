@@ -30,11 +30,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     Raises:
         UserError: another thread uses the model.
     """
-    plain = torch.autocast(model_device(model).type, enabled=False)
-    modes = {module: module.training for module in model.modules()}
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
     with in_use(model):
+        plain = torch.autocast(model_device(model).type, enabled=False)
+        modes = {module: module.training for module in model.modules()}
+        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
         model.eval()
         for config in tuples:
             config.return_dict = True

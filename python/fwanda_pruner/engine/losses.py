@@ -220,8 +220,8 @@ def _head_of(model: nn.Module, decoder: nn.Module, output_type: type) -> Iterato
             return first_output(model(input_ids=ids, use_cache=False))
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UserError(
-                f"{type(model).__name__} computes its logits from more than the last hidden states of its decoder "
-                f"({one_line(error, 100)}), so no loss can be measured; prune it with --method magnitude --no-check"
+                f"no loss can be computed from the hidden states of {type(model).__name__} ({one_line(error, 100)}); "
+                f"--method magnitude with --no-check prunes it without one"
             ) from error
 
     def forward(*_args, **_kwargs):

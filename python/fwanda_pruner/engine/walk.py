@@ -206,7 +206,9 @@ class BlockWalk:
         args, kwargs = arguments
         try:
             output = self.blocks[index].forward(hidden, *args, **kwargs)
-        except TypeError as error:  # other arguments than those of the call that was seen
+        except TypeError as error:
+            if error.__traceback__.tb_next is not None:  # raised inside the block
+                raise
             raise UserError(f"{_not_a_chain(self._model)}: {one_line(error, 200)}") from error
         output = output[0] if isinstance(output, tuple | list) and output else output
         if not isinstance(output, Tensor):

@@ -58,8 +58,7 @@ def write(folder: Path, model, tokenizer) -> None:
 def _tensor_of(model, name: str) -> Tensor:
     """A parameter or a buffer."""
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    return (module._parameters | module._buffers)[leaf]  # the attribute may be another tensor, as of a packed layer
+    return getattr(model.get_submodule(path), leaf)
 
 
 def _write_parts(folder: Path, model) -> None:
@@ -191,14 +190,15 @@ def _trace(
             numbers = [band.unique().tolist() for band in piece.split(2)]
             if tensor not in files or any(len(found) != 1 or not 0 <= found[0] < len(owners) for found in numbers):
                 continue
-            if len(numbers) == 1:
-                parts[owners[numbers[0][0]]].append(Part(tensor, index))
-                continue
-            start = 0  # the matrices of several layers, one below the other
-            for (number,) in numbers:
-                stop = start + len(parameters[owners[number]])
-                parts[owners[number]].append(Part(tensor, slice(start, stop)))
-                start = stop
+            found = [owners[number] for (number,) in numbers]
+            if len(found) == 1:
+                parts[found[0]].append(Part(tensor, index))
+            elif index is None and all(name in parameters for name in found):
+                start = 0  # the matrices of several layers, one below the other
+                for name in found:
+                    stop = start + len(parameters[name])
+                    parts[name].append(Part(tensor, slice(start, stop)))
+                    start = stop
     return {name: parts[f"{name}.weight"] for name in names}
 
 

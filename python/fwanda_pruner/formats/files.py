@@ -80,19 +80,11 @@ def atomic_folder(output: str | Path, *, overwrite: bool = False, needed_bytes: 
             _finish_folder(temporary)
             _swap(temporary, output, aside if overwrite else None)
     finally:
-
-        def clean() -> None:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if output.exists():
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                _remove_empty(made)
-
-        try:
-            clean()
-        except KeyboardInterrupt:  # it comes at any moment
-            clean()
-            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        if output.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            _remove_empty(made)
 
 
 @contextlib.contextmanager

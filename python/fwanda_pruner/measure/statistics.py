@@ -313,8 +313,8 @@ def warn_without_gradient(names: Sequence[str]) -> None:
     if names:
         matrices, its = _named(names)
         warn(
-            f"{matrices} got no gradient other than 0, as of a layer that only selects tokens: all {its} rows keep the "
-            f"same share"
+            f"the gradient at the outputs of {matrices} is 0, for example because they only select tokens: each of "
+            f"{its} rows keeps the same share"
         )
 
 
@@ -394,10 +394,9 @@ def measure_statistics(
         inputs = _measure(engine, tokens[others], None, seed, unfinished, label)
         label = "calibrate, part 2 of 2 (forward and backward)"
         statistics = _measure(engine, tokens[fisher_windows], fisher, seed, unfinished, label).with_inputs_of(inputs)
-    seen = [target.name for target in engine.targets if statistics.n_tokens[target.name]]
-    warn_unseen([target.name for target in engine.targets if target.name not in seen])
+    warn_unseen([target.name for target in engine.targets if not statistics.n_tokens[target.name]])
     if fisher is not None:
-        reached = [name for name in seen if statistics.fisher_tokens.get(name) != 0]
+        reached = [name for name, count in statistics.n_tokens.items() if statistics.fisher_tokens.get(name, count)]
         warn_without_gradient([name for name in reached if not statistics.g2[name].any()])
     statistics.weights = fingerprint(engine)
     statistics.check(engine.targets, fisher=fisher is not None)

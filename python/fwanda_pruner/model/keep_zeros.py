@@ -54,13 +54,8 @@ class KeptZeros:
             kept = torch.ones_like(weight, dtype=torch.bfloat16)  # the model may have another dtype by now, as fp64
             weight.masked_fill_(masked_weight(kept, self.packed[name]) == 0, 0)
 
-    def _after_step(self, optimizer: Optimizer, _args, _kwargs) -> None:
-        try:
-            self.apply_()
-        except UserError:
-            own = {id(parameter) for parameter in self._model.parameters()}
-            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                raise  # the optimizer of another model needs no word about this one
+    def _after_step(self, _optimizer: Optimizer, _args, _kwargs) -> None:
+        self.apply_()
 
     def _keep(self) -> None:
         self.apply_()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
@@ -20,7 +21,7 @@ from ..setting_checks import expect_flags
 from .arguments import expect_model
 from .cache import size_text
 from .experts import output_difference
-from .in_use import expect_free
+from .in_use import in_use
 from .lazy import LazyTensor
 from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
@@ -63,7 +64,11 @@ def pack_lazily_(model: nn.Module, *, force: bool = False) -> nn.Module:
 
 
 def _pack(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor], *, hooks: bool = False) -> nn.Module:
-    expect_free(model)
+    with in_use(model):
+        return _pack_all(model, force, pack, hooks)
+
+
+def _pack_all(model: nn.Module, force: bool, pack: Callable[[Tensor], Tensor], hooks: bool) -> nn.Module:
     check_whole(model)
     if force:
         chosen = find_targets(model)[0]
@@ -94,9 +99,9 @@ def unpack_lazily_(model: nn.Module) -> nn.Module:
 
 def _unpack(model: nn.Module, *, lazily: bool) -> nn.Module:
     expect_model(model)
-    expect_free(model)
-    unpack_layers_(model, lazily=lazily)
-    unmark_packed(model)
+    with in_use(model):
+        unpack_layers_(model, lazily=lazily)
+        unmark_packed(model)
     return model
 
 
@@ -157,21 +162,37 @@ def sparse_targets(model: nn.Module, *, advice: str = "prune it first") -> list[
 
 
 def _weight_is_read(model: nn.Module, target: Target) -> bool:
-    """Whether the module that holds a layer reads its weight itself, which it could not do if the layer was packed."""
-    path, _, name = target.name.rpartition(".")
+    """Whether a module around a layer reads its weight itself, which it could not do if the layer was packed."""
     if target.slice_of is not None:
         return False
-    classes = [kind for kind in type(model.get_submodule(path)).__mro__ if not kind.__module__.startswith("torch.")]
-    return any(f"self.{name}.weight" in _source_of(kind) for kind in classes)
+    path, _, name = target.name.rpartition(".")
+    around = [model, *(model.get_submodule(path[:end]) for end in _ends(path))]
+    sources = {_source_of(kind) for module in around for kind in type(module).__mro__}
+    return any(_reads_weight(source, name) for source in sources)
+
+
+def _ends(path: str) -> list[int]:
+    """Where the paths of the modules that lead to a path end in it."""
+    return [match.start() for match in re.finditer(r"\.", path)] + [len(path)] if path else []
+
+
+def _reads_weight(source: str, name: str) -> bool:
+    """Whether code reads the weight of an attribute or entry, or of a variable that it sets to the attribute."""
+    if name.isdecimal():
+        return f"[{name}].weight" in source
+    aliases = re.findall(rf"\b(\w+) = [\w.]*\.{name}$", source, re.MULTILINE)
+    return any(re.search(rf"\b{word}\.weight\b", source) for word in (name, *aliases))
 
 
 @cache
 def _source_of(kind: type) -> str:
-    """The source code of a class; empty if it has none."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
+    """The source code of the methods of a class that run with its weights; empty if it has none."""
+    sources = []
+    for name, function in vars(kind).items():
+        if inspect.isfunction(function) and name not in ("__init__", "_init_weights", "_reset_parameters"):
+            with suppress(OSError, TypeError):
+                sources.append(inspect.getsource(function))
+    return "\n".join(sources)
 
 
 def _check_layers(targets: list[Target], hooks: bool) -> None:

@@ -28,10 +28,9 @@ class PackedLinear(nn.Module):
         dense: the nn.Linear or Conv1D that it replaces. It gives up its weight and bias, and unpacked() returns it.
             None: unpacked() makes a new nn.Linear.
 
-    Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. Code that reads
-    the attribute `weight` gets the dense weight [R, C], unpacked anew each time. `.to(dtype)` packs the values again.
-    Under torch.autocast it multiplies in the dtype of the packed values, and rounds the result to the dtype of
-    autocast, which a dense layer returns too.
+    Its buffer `weight` is the packed weight, so a state dict holds it under the name of the dense one. `.to(dtype)`
+    packs the values again. Under torch.autocast it multiplies in the dtype of the packed values, and rounds the result
+    to the dtype of autocast, which a dense layer returns too.
     """
 
     def __init__(self, packed: Tensor, header: PackedHeader, bias: nn.Parameter | None, dense: nn.Module | None = None):
@@ -46,28 +45,19 @@ class PackedLinear(nn.Module):
         dense.weight = dense.bias = None
         self._dense = (dense,)  # in a tuple, as its tensors are not those of the model
 
-    @property
-    def packed(self) -> Tensor:
-        """[N] uint8."""
-        return self._buffers["weight"]
-
-    @property
-    def weight(self) -> Tensor:
-        """[R, C] in the dtype of the values; the packed weight itself where it is on the meta device."""
-        packed = self._buffers.get("weight")
-        if packed is None:
-            raise AttributeError("weight")  # while torch makes the buffer
-        return packed if packed.is_meta else unpack_weight(packed, self.header)
-
     def forward(self, input: Tensor) -> Tensor:
         """input [..., C] -> [..., R]."""
         if input.dim() == 1:
             return self.forward(input[None])[0]
         device = input.device.type
         if input.is_meta or not torch.is_autocast_enabled(device):
-            return packed_linear(input, self.packed, self.bias, header=self.header)
-        y = packed_linear(input.to(self.header.dtype), self.packed, self.bias, header=self.header)
+            return packed_linear(input, self.weight, self.bias, header=self.header)
+        y = packed_linear(input.to(self.header.dtype), self.weight, self.bias, header=self.header)
         return y.to(torch.get_autocast_dtype(device))
+
+    def dense_weight(self) -> Tensor:
+        """[R, C] in the dtype of the values."""
+        return unpack_weight(self.weight, self.header)
 
     def unpacked(self, *, lazily: bool = False) -> nn.Module:
         """The layer that this one replaces, trainable as it was; lazily, with a frozen LazyTensor as its weight."""
@@ -76,7 +66,7 @@ class PackedLinear(nn.Module):
         conv1d = isinstance(layer, Conv1D)  # its weight is transposed
 
         def make() -> Tensor:
-            return self.weight.T.contiguous() if conv1d else self.weight
+            return self.dense_weight().T.contiguous() if conv1d else self.dense_weight()
 
         shape = (cols, rows) if conv1d else (rows, cols)
         weight = LazyTensor(make, shape, self.header.dtype) if lazily else make()
@@ -89,8 +79,8 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True):
         dtype = _dtype_after(fn, self.header.dtype)
-        if dtype != self.header.dtype and not self.packed.is_meta:
-            self._buffers["weight"], self.header = _converted(self.packed, self.header, dtype)
+        if dtype != self.header.dtype and not self.weight.is_meta:
+            self.weight, self.header = _converted(self.weight, self.header, dtype)
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
@@ -215,7 +205,7 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, PackedHeader
     """Name in the state dict, packed weight and header of each packed matrix of a model."""
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
-            yield f"{path}.weight", module.packed, module.header
+            yield f"{path}.weight", module.weight, module.header
         elif isinstance(module, PackedExperts):
             for key, packed, header in module.packed_weights():
                 yield f"{path}.{key}", packed, header

@@ -181,7 +181,7 @@ def unmark_packed(model: nn.Module) -> None:
 
 @contextmanager
 def named_as(form: str, model: nn.Module) -> Iterator[None]:
-    """Inside the block, transformers saves the tensors of a model under the names that files of a form have.
+    """Inside the block, transformers saves the tensors of a model under the names that files in a form have.
 
     Args:
         form: `dense` or `packed`.
@@ -191,10 +191,9 @@ def named_as(form: str, model: nn.Module) -> Iterator[None]:
     if isinstance(quantizer, PackedQuantizer):
         _set_conversions(model, quantizer.dense_conversions)
     if form == "packed":
-        names = [
-            name for name, tensor in model.state_dict().items() if tensor.dim() == 2 or tensor.dtype == torch.uint8
-        ]
-        _set_conversions(model, _split_conversions(_conversions_of(model), names)[0] or None)
+        names = [name for name, p in model.named_parameters() if p.dim() == 2]
+        names += [name for name, _, _ in packed_weights(model)]
+        _set_conversions(model, _split_conversions(_conversions_of(model), names)[0])
     try:
         yield
     finally:
@@ -237,8 +236,8 @@ def _conversions_of(model: nn.Module) -> list:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
         return conversions
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    return [item for item in conversions if not isinstance(item, core_model_loading.PrefixChange)]
+    left_out = getattr(core_model_loading, "PrefixChange", ())  # the first versions have none
+    return [item for item in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(item, left_out)]
 
 
 def _split_conversions(conversions: Iterable, names: Iterable[str]) -> tuple[list, list]:

@@ -98,8 +98,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         )
     prefix = _language_model_path(model, lists)
     # max() returns the first of equal items, and named_modules() lists outer modules before inner ones.
-    candidates = [item for item in lists.items() if item[0].startswith(prefix) and not _is_of_tower(model, item[0])]
-    candidates = candidates or list(lists.items())
+    inside = [item for item in lists.items() if item[0].startswith(prefix)]
+    candidates = [item for item in inside if not _is_of_tower(model, item[0])] or inside
     return max(candidates, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
@@ -172,7 +172,10 @@ def _conv1d() -> type[nn.Module]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a class derived from a linear layer gives outputs of its shape: [n, C] -> [n, R]. Computes nothing."""
+    """Whether a class derived from a linear layer gives outputs of its shape, [n, C] -> [n, R], without computing any.
+
+    n is R, which the groups of a grouped layer divide. On an error the layer is taken for a linear one.
+    """
     if type(module).forward in (nn.Linear.forward, _conv1d().forward) or "forward" in vars(module):
         return True
     twin = copy.copy(module)

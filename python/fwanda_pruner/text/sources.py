@@ -161,12 +161,14 @@ def _misread(name: str) -> str | None:
 
 def local_sha256(name: str | None) -> str | None:
     """sha256 of a local file, or of all files of a local folder, in hex; None for other names."""
-    if name and os.path.isdir(name):
+    if not name or name in NAMED:
+        return None
+    if os.path.isdir(name):
         digest = hashlib.sha256()
         for path in sorted(path for path in Path(name).rglob("*") if path.is_file()):
             digest.update(f"{path.relative_to(name)} {file_sha256(path)}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
-    return file_sha256(Path(name)) if name and os.path.isfile(name) else None
+    return file_sha256(Path(name)) if os.path.isfile(name) else None
 
 
 def _sample(purpose: Purpose) -> list[str]:
