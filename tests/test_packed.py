@@ -275,7 +275,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
         (lambda f: change(f, UP, lambda t: torch.zeros(48, 32)), UP),
         (
             lambda f: change(f, UP, lambda t: t.float()),
-            f"{UP} must be stored as U8, got 'F32'; write the packed folder",
+            "write the packed folder again",
         ),
         (lambda f: change(f, UP, lambda t: t.char()), "write the packed folder again"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:9000]), ""),

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.utils import ModelOutput
 
 from ..errors import UserError, one_line
-from ..model.attributes import called_as
+from ..model.attributes import called_as, uncached
 
 _FORWARD = "use --method wanda or sparsegpt"  # which need no backward pass
 _LOGITS = 1 << 24  # logits that exist at once: 64 MB in fp32, and as much again for their softmax
@@ -39,7 +39,8 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
     handle = register_module_forward_pre_hook(hook)
     try:
-        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device), use_cache=False)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+        model(input_ids=ids, **uncached(model))
     except _FirstSubmodule as first:
         return first.args[0]
     finally:
@@ -76,7 +77,7 @@ def summed_losses(model: nn.Module, decoder: nn.Module, ids: Tensor, *, first_ta
     Returns:
         [B] fp64 losses in nats, on the device.
     """
-    output = decoder(input_ids=ids, use_cache=False)
+    output = decoder(input_ids=ids, **uncached(decoder))
     with _head_of(model, decoder, type(output)) as head:
         losses = [
             nn.functional.cross_entropy(head(states[None])[0].float(), labels, reduction="none")
@@ -104,7 +105,7 @@ def backward_of_summed_loss(
         UserError: the output of the decoder does not depend on its embeddings by gradients, or the model has no
             backward pass.
     """
-    output = decoder(input_ids=ids, use_cache=False)
+    output = decoder(input_ids=ids, **uncached(decoder))
     hidden = first_output(output)
     if not hidden.requires_grad:
         raise UserError(
@@ -179,7 +180,7 @@ def predictions(model: nn.Module, ids: Tensor, places: Tensor) -> Tensor:
         [n, V] fp32 probabilities of the next token.
     """
     decoder = find_decoder(model)
-    output = decoder(input_ids=ids, use_cache=False)
+    output = decoder(input_ids=ids, **uncached(decoder))
     with _head_of(model, decoder, type(output)) as head:
         return head(first_output(output)[:, places])[0].float().softmax(-1)
 
@@ -217,7 +218,7 @@ def _head_of(model: nn.Module, decoder: nn.Module, output_type: type) -> Iterato
         states[:] = [hidden]
         ids = hidden.new_zeros(hidden.shape[:2], dtype=torch.int64)
         try:
-            return first_output(model(input_ids=ids, use_cache=False))
+            return first_output(model(input_ids=ids, **uncached(model)))
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UserError(
                 f"no loss can be computed from the hidden states of {type(model).__name__} ({one_line(error, 100)}); "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..model.attributes import uncached
 from ..model.placement import is_sharded
 from ..model.targets import find_blocks
 from .attention import fast_attention, single_sequences
@@ -84,14 +85,14 @@ class ModelWindows:
                 losses = summed_losses(self._model, self._decoder, ids, first_target=self._first_target)
             self._add_losses(losses)
         else:
-            self._decoder(input_ids=ids, use_cache=False)
+            self._decoder(input_ids=ids, **uncached(self._decoder))
 
     def idle(self) -> None:
         ids = self._tokens[:1].to(self.device)
         if self.backward:
             backward_of_summed_loss(self._model, self._decoder, ids)
         else:
-            self._decoder(input_ids=ids, use_cache=False)
+            self._decoder(input_ids=ids, **uncached(self._decoder))
 
     @property
     def busy_windows(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, one_line
-from ..model.attributes import called_as
+from ..model.attributes import called_as, uncached
 from ..model.placement import decoder_of, is_sharded
 from ..model.targets import find_blocks
 from .device import model_device
@@ -194,7 +194,7 @@ class BlockWalk:
             handles.append(block.register_forward_pre_hook(begin, with_kwargs=True))
             handles.append(block.register_forward_hook(end, prepend=True))  # while the weights are in memory
         try:
-            self._model.base_model(input_ids=ids.to(self.device), use_cache=False)
+            self._model.base_model(input_ids=ids.to(self.device), **uncached(self._model.base_model))
         finally:
             for handle in handles:
                 handle.remove()
@@ -234,7 +234,7 @@ class BlockWalk:
         decoder = decoder_of(self._model)
         try:
             with called_as({decoder: decoder.forward, self.blocks[0]: first}):
-                self._model.base_model(input_ids=ids.to(self.device), use_cache=False)
+                self._model.base_model(input_ids=ids.to(self.device), **uncached(self._model.base_model))
         except _FirstBlock as reached:
             return reached.args[0]
         raise AssertionError("the first block was not called")

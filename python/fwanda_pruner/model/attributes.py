@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
 from torch import nn
 
@@ -26,6 +28,18 @@ def replaced(name: str, values: Mapping[nn.Module, object]) -> Iterator[None]:
             vars(module).pop(name, None)
         for module, value in before.items():
             setattr(module, name, value)
+
+
+def uncached(module: nn.Module) -> dict[str, bool]:
+    """The argument with which a model keeps no cache of keys and values; empty if its forward() takes none."""
+    parameters = _parameters(type(module).forward)
+    takes = "use_cache" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {"use_cache": False} if takes else {}
+
+
+@cache
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def called_as(calls: Mapping[nn.Module, Callable]) -> AbstractContextManager[None]:

@@ -192,10 +192,12 @@ def check_loaded(model, info: dict, name: str) -> None:
         info: what from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True) returned.
     """
     ignored[model] = sorted(info.get("unexpected_keys") or ())
-    for key, found, expected in sorted(info["mismatched_keys"]):
+    for item in sorted(info["mismatched_keys"]):
+        key, *shapes = [item] if isinstance(item, str) else item  # transformers 4 names no shapes
+        found, expected = map(list, shapes) if shapes else ("another shape", "its own")
         raise UserError(
-            f"model {name!r}: {key} is {list(found)} in its file, and its configuration calls for {list(expected)}; "
-            "download or convert it again"
+            f"model {name!r}: {key} is {found} in its file, and its configuration calls for {expected}; download or "
+            f"convert it again"
         )
     missing = sorted(info["missing_keys"])
     if missing:

@@ -1,5 +1,7 @@
 """Looks up a model on the Hugging Face hub by one short request, so that a typo is answered at once."""
 
+from pathlib import Path
+
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
@@ -10,26 +12,29 @@ _OWN_NAMES = ("smollm2",)
 _SECONDS = 5  # for the one request
 
 
-def hub_options(name: str) -> dict[str, bool]:
-    """Options of from_pretrained() for a model of the hub. If the hub cannot be asked, only the local copy is read.
+def reachable(name: str) -> str:
+    """What from_pretrained() reads for a model of the hub: its id, or if the hub cannot be asked, the local copy.
 
     Args:
         name: an id such as "org/model".
+
+    Returns:
+        The id, or the folder of the local copy.
 
     Raises:
         UserError: the hub has no such model; or it cannot be asked, and the model was never downloaded.
     """
     try:
-        downloaded = isinstance(try_to_load_from_cache(name, _CONFIG), str)
+        downloaded = try_to_load_from_cache(name, _CONFIG)
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _ask(name)
     except HFValidationError:
         raise UserError(
             f"model {name!r}: no such folder, and the name cannot be an id of the Hugging Face hub"
         ) from None
     if reason is None:
-        return {}
-    if downloaded:
-        return {"local_files_only": True}
+        return name
+    if isinstance(downloaded, str):
+        return str(Path(downloaded).parent)
     raise UserError(
         f"model {name!r}: no such folder, and the Hugging Face hub cannot be asked ({reason}); check the name, or the "
         f"network{did_you_mean(name, _OWN_NAMES)}"

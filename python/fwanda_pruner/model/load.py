@@ -33,7 +33,7 @@ from .checks import (
     weight_files,
 )
 from .file_stamps import FileStamps
-from .hub import hub_options
+from .hub import reachable
 from .pack import unpack_
 from .packed import packed_weights
 from .place import find_device, place
@@ -207,7 +207,7 @@ def check_name(name: str) -> None:
     """
     name = _checked_name(name)
     if _gguf_path(name) is None and _folder(name) is None:
-        hub_options(name)
+        reachable(name)
 
 
 def _checked_name(name: str | Path) -> str:
@@ -256,11 +256,9 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     files = weight_files(folder, name, allow_pickle=allow_pickle) if folder else []
     if folder:
         check_generation_config(folder, name)
-    options = {} if folder else hub_options(name)
-    adapter_options = dict(options)  # where peft is installed, transformers also looks for an adapter
-    options["trust_remote_code"] = trust_remote_code
+    place_read = name if folder else reachable(name)
     with loading_errors(f"model {name!r} cannot be loaded"):
-        config = AutoConfig.from_pretrained(name, **options)
+        config = AutoConfig.from_pretrained(place_read, trust_remote_code=trust_remote_code)
     check_flags(config, name)
     packed = _is_packed(config.to_dict())
     if not packed:
@@ -270,13 +268,12 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     with loading_errors(f"model {name!r} cannot be loaded"):
         read = model_class.from_pretrained if packed or read is None else partial(read, model_class, config)
         model, info = read(
-            name,
+            place_read,
             dtype=getattr(torch, dtype) if dtype and not packed else "auto",
             use_safetensors=None if allow_pickle else True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            adapter_kwargs=adapter_options,
-            **options,
+            trust_remote_code=trust_remote_code,
         )
         if not folder:
             snapshot = Path(cached_file(name, "config.json", local_files_only=True)).parent
@@ -290,13 +287,14 @@ def _load_hf(name: str, dtype: str | None, allow_pickle: bool, trust_remote_code
     check_loaded(model, info, name)
     if lacks_tokenizer(name):
         return model, None
-    return model, _load_tokenizer(name, options)
+    return model, _load_tokenizer(name, place_read, trust_remote_code)
 
 
-def _load_tokenizer(name: str, options: dict) -> PreTrainedTokenizerBase:
+def _load_tokenizer(name: str, place_read: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, after a trial: transformers does not check the values of its tokenizer_config.json."""
     with loading_errors(f"the tokenizer of model {name!r} cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place_read, trust_remote_code=trust_remote_code)
+        tokenizer.name_or_path = name
         longest = getattr(tokenizer, "model_max_length", 0)
         if not isinstance(longest, int | float):
             raise UserError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..config import PruneConfig
 from ..errors import UserError, is_lost_connection, one_line
+from .attributes import uncached
 from .experts import CannotSplit, Slice, count_experts, fused_names, split_experts
 from .shares import whole
 
@@ -384,7 +385,7 @@ def _short(dtype: torch.dtype) -> str:
 @torch.no_grad()
 def _run_two_tokens(model: nn.Module) -> None:
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-    model(input_ids=ids, use_cache=False)
+    model(input_ids=ids, **uncached(model))
 
 
 def _check_runs_on_text(model: nn.Module, needed: set[int]) -> None:
