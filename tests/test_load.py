@@ -230,7 +230,9 @@ def test_missing_weights_are_refused_not_invented(folder):
 def test_mismatched_shapes_are_refused(folder):
     edit_config(folder, intermediate_size=32)
     message = refusal(folder)
-    assert "layers.0.mlp.down_proj.weight is [16, 24] in its file, and its configuration calls for [16, 32]" in message
+    with_shapes = "is [16, 24] in its file, and its configuration calls for [16, 32]"
+    without = "has another shape in its file than its configuration calls for"
+    assert "layers.0.mlp.down_proj.weight " + (with_shapes if transformers.__version__ >= "5" else without) in message
 
 
 def test_a_truncated_weights_file_is_refused(folder):

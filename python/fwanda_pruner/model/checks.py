@@ -194,11 +194,11 @@ def check_loaded(model, info: dict, name: str) -> None:
     ignored[model] = sorted(info.get("unexpected_keys") or ())
     for item in sorted(info["mismatched_keys"]):
         key, *shapes = [item] if isinstance(item, str) else item  # transformers 4 names no shapes
-        found, expected = map(list, shapes) if shapes else ("another shape", "its own")
-        raise UserError(
-            f"model {name!r}: {key} is {found} in its file, and its configuration calls for {expected}; download or "
-            f"convert it again"
-        )
+        problem = "has another shape in its file than its configuration calls for"
+        if shapes:
+            found, expected = map(list, shapes)
+            problem = f"is {found} in its file, and its configuration calls for {expected}"
+        raise UserError(f"model {name!r}: {key} {problem}; download or convert it again")
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
