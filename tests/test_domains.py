@@ -138,6 +138,13 @@ def test_with_a_pattern_too(text, guard):
     assert all(d["wanda"] == d["pruned"] for d in same.domains)  # fwanda under a pattern is Wanda
 
 
+@pytest.mark.parametrize("settings", [{"method": "wanda"}, {"method": "fwanda", "allocation": "uniform"}], ids=str)
+@pytest.mark.parametrize("order", ["sequential", "true-sequential"])
+def test_a_loss_of_wanda_that_was_not_measured_is_null(order, settings, text, guard):
+    _, report = prune(text, guard, order=order, **settings)
+    assert report.domains and all(d["wanda"] is None and d["pruned"] for d in report.domains)
+
+
 @pytest.mark.parametrize("method", ["fwanda", "wanda", "magnitude", "sparsegpt"])
 def test_no_check_compares_nothing(method, text, guard):
     _, report = prune(text, guard, method=method, no_check=True)

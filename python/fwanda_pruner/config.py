@@ -361,7 +361,7 @@ class PruneConfig:
     @property
     def reads_statistics(self) -> bool:
         """Whether the method needs statistics of the dense model: omega, or x2 in --order onepass."""
-        return self.needs_fisher or (self.traits.scores_inputs and self.order == "onepass")
+        return self.needs_fisher or (self.traits.reads_inputs and self.order == "onepass")
 
     @property
     def sources(self) -> tuple[SourceShare, ...]:
@@ -385,6 +385,11 @@ class PruneConfig:
         return self.needs_fisher and not (self.method == "fwanda" and self.allocation == "uniform")
 
     @property
+    def gives_wandas_masks(self) -> bool:
+        """Whether the masks are those of Wanda on the dense model."""
+        return self.traits.scores_inputs and self.order == "onepass" and not self.compares_with_wanda
+
+    @property
     def reads_text(self) -> bool:
         """Whether calibration text decides the result, in this run or in the statistics that it is given."""
         return self.reads_statistics or self.runs_blocks
@@ -392,7 +397,7 @@ class PruneConfig:
     @property
     def runs_blocks(self) -> bool:
         """Whether calibration text runs block by block, for Hessians or for the outputs of pruned blocks."""
-        return self.traits.updates_weights or (self.traits.scores_inputs and self.order != "onepass")
+        return self.traits.updates_weights or (self.traits.reads_inputs and self.order != "onepass")
 
     @property
     def fixes_matrix_totals(self) -> bool:

@@ -13,10 +13,10 @@ class Method:
         title: its name in the literature.
         allocations: the allocations that the method accepts; the first is its default.
         order: its default order.
-        scores_inputs: it ranks weights by |W| times the norm of their input column, so it needs x2. Then `uniform` also
-            rounds in each row, not in each matrix.
+        reads_inputs: it needs x2, the squared norms of the input columns.
+        scores_inputs: it ranks weights by |W| times the norm of their input column, as Wanda does. It reads inputs.
         updates_weights: it prunes with a Hessian and updates the weights that stay, so it reads the calibration text
-            block by block.
+            block by block. Then `uniform` rounds in each matrix, not in each row.
         weighs_rows: it multiplies the error of each row by omega^p, so it needs omega under every allocation. Under a
             pattern, where that factor cancels, it weighs tokens instead.
     """
@@ -24,6 +24,7 @@ class Method:
     title: str
     allocations: tuple[str, ...]
     order: str
+    reads_inputs: bool = False
     scores_inputs: bool = False
     updates_weights: bool = False
     weighs_rows: bool = False
@@ -54,8 +55,14 @@ ALLOCATIONS = {
 }
 METHODS = {
     "magnitude": Method("Magnitude pruning", ("layer",), "onepass"),
-    "wanda": Method("Wanda", ("uniform",), "onepass", scores_inputs=True),
-    "fwanda": Method("F-Wanda", ("global", "row", "uniform", "response", "auto"), "onepass", scores_inputs=True),
+    "wanda": Method("Wanda", ("uniform",), "onepass", reads_inputs=True, scores_inputs=True),
+    "fwanda": Method(
+        "F-Wanda",
+        ("global", "row", "uniform", "response", "auto"),
+        "onepass",
+        reads_inputs=True,
+        scores_inputs=True,
+    ),
     "sparsegpt": Method("SparseGPT", ("uniform",), "sequential", updates_weights=True),
     "fsparsegpt": Method(
         "F-SparseGPT",

@@ -338,7 +338,7 @@ def check_uses_statistics(config: PruneConfig) -> None:
     if config.reads_statistics:
         return
     method = f"--method {config.method}"
-    if config.traits.scores_inputs:
+    if config.traits.reads_inputs:
         raise UserError(
             f"{method} with --order {config.order} measures the inputs of each pruned block, so it uses no statistics; "
             f"leave out the statistics or --order"

@@ -149,7 +149,7 @@ def asked(config: PruneConfig, target: Target) -> int:
     if config.nm:
         n, m = config.nm
         return rows * (cols // m * n + cols % m)
-    if config.allocation == "uniform" and config.traits.scores_inputs:
+    if config.allocation == "uniform" and not config.traits.updates_weights:
         return rows * keep_total(cols, config.removed)
     return keep_total(rows * cols, config.removed)
 

@@ -130,6 +130,7 @@ def run_prune(
     choice: Choice | None = None,
     own: Tensor | None = None,
     named: Collection[str] = (),
+    measured_later: bool = False,
 ) -> tuple[Report, Choice | None]:
     """prune(), for callers that run several settings with the same masks.
 
@@ -138,6 +139,7 @@ def run_prune(
             search is left out.
         own: [S, L] int64 windows that the model wrote, from own_text(). If None or too few, the model writes them.
         named: the settings that the caller named, for warnings of those without effect.
+        measured_later: whether the caller measures the result, and warns if the model is damaged.
 
     Returns:
         The record, and the choice of the search; None without a search.
@@ -175,7 +177,8 @@ def run_prune(
             pruned = _prune(stage, engine, config, texts, statistics, choice)
         perplexity = outcome.perplexity(texts, dense, stages.pruned_perplexity(stage, engine, texts), tokenizer)
         outcome.warn_of_zeros(pruned.rows, float(config.removed))
-        outcome.warn_of_damage(config, model, perplexity, pruned.domains)
+        if not measured_later:
+            outcome.warn_of_damage(config, model, perplexity, pruned.domains)
         rows = [*pruned.rows, *(outcome.skipped_row(engine, item) for item in skipped)]
         report = outcome.report(stage, engine, config, texts, pruned, rows, perplexity, energy, sampling_energy)
     return report, pruned.choice

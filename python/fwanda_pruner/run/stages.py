@@ -368,8 +368,7 @@ def domains(
     if before is None:
         return []
     pruned = stage(StageName.CHECK, lambda: domain_losses(engine, _reported(texts)))
-    # Wanda's own masks are the result of wanda and of uniform fwanda
-    wanda = before.get("wanda", pruned if config.traits.scores_inputs else {})
+    wanda = before.get("wanda", pruned if config.gives_wandas_masks else {})
     rows = []
     for domain in texts.domains:
         name = domain.source

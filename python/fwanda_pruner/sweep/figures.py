@@ -53,13 +53,15 @@ def draw(lines: list[Line], output: str | Path) -> list[Path]:
     # where cells share a calibration, its energy belongs to none of them
     whole_energy = not any(cell["shared"] for line in lines for cell in line.cells)
     by_sparsity, by_energy, sparsity_by_block, disagreement_by_block, kept_in_rows = PICTURES
+    disagreeing = [line for line in lines if _disagreement(line)]
+    differ = any(value for line in disagreeing for value in _disagreement(line).values())
     of_texts = [
         (by_sparsity, _by_sparsity, evaluated),
         (by_energy, _by_energy, [line for line in evaluated if whole_energy and line.values("kJ")]),
     ]
     pictures = [
         (sparsity_by_block, _sparsity_by_block, [line for line in unstructured if _matrices_differ(line.config)]),
-        (disagreement_by_block, _disagreement_by_block, [line for line in lines if _disagreement(line)]),
+        (disagreement_by_block, _disagreement_by_block, disagreeing if differ else []),
         (kept_in_rows, _kept, [line for line in unstructured if _row_histogram(line)]),
     ]
     paths = []

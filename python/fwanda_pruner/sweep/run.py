@@ -281,6 +281,7 @@ def _pruned_figures(sweep: _Sweep, config: PruneConfig, shared: _Shared) -> dict
         progress=sweep.progress,
         choice=shared.choices.get(same_masks),
         own=shared.own,
+        measured_later=bool(config.eval),
     )
     if searches:
         shared.choices[same_masks] = choice
