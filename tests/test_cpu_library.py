@@ -278,5 +278,5 @@ def test_no_room_for_a_result_is_one_line_that_names_the_op():
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # memory that is freed goes back to the system at once
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
-    why = "out of memory: no room for the result on the CPU; free memory, or give fewer rows at a time"
+    why = "out of memory: no room for the result on the CPU; free memory, or give less at a time"
     assert done.stdout.splitlines() == [f"{op}: {why}" for op in ("row_topk_mask", "nm_mask", "unpack_weight")]

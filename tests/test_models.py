@@ -9,7 +9,7 @@ from tiny import FAMILIES, RUNS, TEXT, WITH_TEXT, build, check_counts, prune, ru
 import fwanda_pruner
 from fwanda_pruner import UserError
 from fwanda_pruner.model.load import load_model
-from fwanda_pruner.model.targets import find_blocks
+from fwanda_pruner.model.targets import find_blocks, find_targets
 from fwanda_pruner.run.bench import decode_steps
 
 
@@ -136,6 +136,33 @@ def test_a_larger_vision_tower_of_a_language_model_is_not_pruned():
     report = prune(model, method="fwanda")
     assert len(report.matrices) == 2 * 6 and all("git.encoder.layer." in row.name for row in report.matrices)
     assert report.sparsity["matrices"] == 0.5
+
+
+class Observed(torch.nn.Linear):
+    """Keeps the largest input in a buffer, and the shapes of its inputs in a list."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, bias=False)
+        self.register_buffer("largest", torch.zeros(()))
+        self.shapes = []
+
+    def forward(self, x):
+        self.largest = torch.maximum(self.largest, x.abs().amax())
+        self.shapes.append(x.shape)
+        return super().forward(x)
+
+
+@pytest.mark.fault("model classes")
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_a_layer_that_observes_its_inputs_is_pruned_and_sees_no_trial(method):
+    model = tiny.llama()
+    for block in model.model.layers:
+        block.mlp.up_proj = Observed(32, 48)
+    layer = model.model.layers[0].mlp.up_proj
+    find_targets(model)
+    assert layer.shapes == [] and layer.largest == 0 and not layer.largest.is_meta
+    assert prune(model, method=method, no_check=True).sparsity["matrices"] == 0.5
+    assert torch.isfinite(model(tiny.tokens(1, 8)).logits).all() and not layer.largest.is_meta
 
 
 @pytest.mark.fault("model classes")

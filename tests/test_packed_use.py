@@ -291,6 +291,8 @@ def test_a_packed_model_runs_with_its_weights_offloaded_by_accelerate(buffers, f
     expected = logits(model)
     offloaded = cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
     assert torch.equal(logits(offloaded), expected)
+    with pytest.raises(UserError, match="the model is offloaded by accelerate; load it again without device_map"):
+        unpack_(offloaded)
 
 
 class Readers(torch.nn.Module):

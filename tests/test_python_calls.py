@@ -298,6 +298,23 @@ def test_a_model_in_use_is_refused_to_other_threads_and_free_afterwards(call):
 
 
 @pytest.mark.fault("threads")
+def test_a_forward_pass_of_another_thread_is_refused_while_a_model_is_pruned():
+    model, found = tiny.llama(), []
+
+    def second(*_):
+        if not found:
+            thread = threading.Thread(target=lambda: found.append(pytest.raises(UserError, model, TEXT[:1]).value))
+            thread.start()
+            thread.join()
+
+    hook = model.model.layers[0].register_forward_hook(second)
+    prune(model, method="wanda", **QUIET)
+    hook.remove()
+    assert str(found[0]).startswith("another thread prunes or measures this model at this time")
+    assert torch.isfinite(model(TEXT[:1]).logits).all() and not model._forward_pre_hooks
+
+
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("call", [pack_, unpack_])
 def test_a_model_that_is_packed_or_unpacked_is_refused_to_other_threads(call, monkeypatch):
     model, found = tiny.llama(), []

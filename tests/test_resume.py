@@ -119,6 +119,16 @@ def test_files_written_after_a_finished_run_that_read_them_are_warned_of(argv, t
     Path(argv[1], "README.md").unlink()
 
 
+def test_an_output_inside_a_folder_of_texts_is_refused(argv, tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    shutil.copy(argv[argv.index("--calibration") + 1], tmp_path / "texts" / "train.txt")
+    argv[argv.index("--calibration") + 1] = str(tmp_path / "texts")
+    argv[argv.index("--output") + 1] = str(tmp_path / "texts" / "out")
+    assert cli.main(argv) == 2
+    assert "a text of this run; choose a folder outside it" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["train.txt"]
+
+
 @pytest.mark.parametrize("stage", ["eval_dense", "eval_pruned"])
 def test_a_text_that_was_measured_is_not_measured_again(argv, stage, tmp_path):
     text = tmp_path / "second.txt"

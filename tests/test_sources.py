@@ -8,6 +8,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import tiny
 from test_windows import calibrate, plain
 from tiny import byte_tokenizer, sentences
 
@@ -313,3 +314,17 @@ def test_each_document_of_a_dataset_is_read_once(loader, tokenizer):
     loader.splits.update(train=column)
     tokens = calibrate("some/set", tokenizer, nsamples=1, seqlen=len(plain(tokenizer, rows)))
     assert tokens.flatten().tolist() == plain(tokenizer, rows) and read == rows
+
+
+@pytest.mark.fault("no network")
+def test_a_folder_that_is_gone_is_not_read_from_a_copy_of_another_folder_of_its_name(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Path("texts").mkdir()
+    Path("texts", "train.txt").write_text(tiny.text(50))
+    assert len(load_documents("texts", purpose="calibration")) > 0
+    Path("texts").rename("moved")
+    with pytest.raises(UserError, match="^texts: no such f"):
+        load_documents("texts", purpose="calibration")

@@ -83,7 +83,7 @@ def _empty(op: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
-        message = f"{op}: out of memory: no room for the result on the CPU; free memory, or give fewer rows at a time"
+        message = f"{op}: out of memory: no room for the result on the CPU; free memory, or give less at a time"
         raise torch.OutOfMemoryError(message) from error
 
 

@@ -23,6 +23,8 @@ from .interrupt import CODE, Interrupt, ignore
 from .launch import Job, ended_if_stuck, is_rank, joined
 from .terminal import discard, say, styled
 
+# Folder of the code that reads environment variables -> how their names begin.
+_VARIABLES = {"tqdm": "TQDM_", "_logging": "TORCH_LOGS", "_inductor": "TORCHINDUCTOR_", "huggingface_hub": "HF_"}
 _HEAD, _TAIL = 1000, 300  # characters of a message that are always shown
 _NO_MEMORY = re.compile("allocate memory|failed to map segment", re.IGNORECASE)  # of the dynamic loader
 _HINTS = {  # RuntimeErrors that a user can fix, by name, because neither package is imported yet
@@ -183,9 +185,9 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 
 def _misset_variable(message: str, frame: traceback.FrameSummary) -> str | None:
-    """NAME=value of the setting whose value the code of tqdm or of torch's logging refuses, else None."""
+    """NAME=value of a setting of another package whose value the code of that package refuses, else None."""
     folder = os.path.basename(os.path.dirname(frame.filename))
-    start = {"tqdm": "TQDM_", "_logging": "TORCH_LOGS"}.get(folder)
+    start = _VARIABLES.get(folder)
     given = os.environ.items() if start else ()
     return next((f"{k}={v}" for k, v in given if k.startswith(start) and v and v in message), None)
 

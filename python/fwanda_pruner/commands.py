@@ -122,15 +122,25 @@ def _inputs(args: argparse.Namespace, config: PruneConfig) -> list[str]:
     return [args.model, *filter(None, [args.statistics]), *texts]
 
 
+def _check_outside(output: str, config: PruneConfig) -> None:
+    """Refuses an output inside a folder that is a text: what is written there would change the text."""
+    place = Path(output).resolve()
+    for name in (*(source.name for source in config.sources), *config.guards, *config.eval):
+        if Path(name).is_dir() and Path(name).resolve() in place.parents:
+            raise UserError(f"output {output} lies in {name}, a text of this run; choose a folder outside it")
+
+
 def _warn_of_newer(output: str, inputs: Iterable[str]) -> None:
     """Warns of a file that a finished command read, and that has been written since."""
     from .notes import warn
     from .report.record import FILE_NAME
+    from .source_shares import OWN_TEXT
+    from .text.sources import NAMED
 
     written = Path(output, FILE_NAME).stat().st_mtime
-    for path in map(Path, dict.fromkeys(inputs)):
+    for path in (Path(name) for name in dict.fromkeys(inputs) if name not in (*NAMED, OWN_TEXT, "smollm2")):
         is_model = (path / "config.json").is_file()
-        files = [*path.glob("*.safetensors"), *path.glob("*.json")] if is_model else [path, *path.rglob("*")]
+        files = [*path.glob("*.safetensors"), *path.glob("*.json")] if is_model else [path, *path.rglob("[!.]*")]
         ages = [(file.stat().st_mtime, str(file)) for file in files if file.is_file()]
         if ages and max(ages)[0] > written:
             warn(f"{max(ages)[1]} was written after {output}; pass --overwrite to run the command again with it")
@@ -155,6 +165,7 @@ def prune(args: argparse.Namespace) -> Result:
     if not args.dry_run:
         inputs = (args.config, *_inputs(args, config))
         _on_first(lambda: check_output(args.output, overwrite=args.overwrite, inputs=inputs))
+        _check_outside(args.output, config)
     statistics = Statistics.load(args.statistics) if args.statistics else None
     reads_calibration = resolved.runs_blocks or (resolved.reads_statistics and statistics is None)
     _check_texts(
@@ -472,6 +483,7 @@ def sweep(args: argparse.Namespace) -> Result:
     recipe = Recipe.load(args.recipe, _given(args))
     for config in recipe.cells:
         _check_texts(args.model, calibration=config.calibration, guards=config.guards, eval=config.eval)
+        _check_outside(args.output, config)
     settings = _task_settings(args)
     if recipe.tasks:
         _check_tasks(recipe.tasks, [config.engine for config in recipe.cells], settings)

@@ -1,9 +1,12 @@
 """Which models a call measures, prunes or packs at this time: two threads would spoil each other's results."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident
 
+import torch
 from torch import nn
 
 from ..errors import UserError
@@ -14,7 +17,7 @@ _changing = Lock()
 
 @contextmanager
 def in_use(model: nn.Module) -> Iterator[None]:
-    """Refuses the model to other threads inside the block; the thread itself may enter again.
+    """Refuses the model to other threads inside the block, also its forward pass; the thread itself may enter again.
 
     Raises:
         UserError: another thread uses the model.
@@ -23,11 +26,18 @@ def in_use(model: nn.Module) -> Iterator[None]:
         expect_free(model)
         outermost = id(model) not in _threads
         _threads[id(model)] = get_ident()
+    handle = model.register_forward_pre_hook(_expect_own_thread) if outermost else None
     try:
         yield
     finally:
-        if outermost:
+        if handle is not None:
+            handle.remove()
             del _threads[id(model)]
+
+
+def _expect_own_thread(model: nn.Module, _args) -> None:
+    if torch._C._current_graph_task_id() == -1:  # a backward pass, which may compute it again, has threads of its own
+        expect_free(model)
 
 
 def expect_free(model: nn.Module) -> None:

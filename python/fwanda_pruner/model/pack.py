@@ -99,6 +99,8 @@ def unpack_lazily_(model: nn.Module) -> nn.Module:
 
 def _unpack(model: nn.Module, *, lazily: bool) -> nn.Module:
     expect_model(model)
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise UserError("the model is offloaded by accelerate; load it again without device_map, and then unpack it")
     with in_use(model):
         unpack_layers_(model, lazily=lazily)
         unmark_packed(model)

@@ -179,13 +179,14 @@ def _is_linear(module: nn.Module) -> bool:
     """
     if type(module).forward in (nn.Linear.forward, _conv1d().forward) or "forward" in vars(module):
         return True
-    twin = copy.copy(module)
-    twin._parameters = {
-        name: p if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
-        for name, p in module._parameters.items()
-    }
     rows, cols = Target("", 0, module).shape
+    memo = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
+    memo |= {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
+        for p in module.parameters()
+    }
     try:
+        twin = copy.deepcopy(module, memo)  # of all but its tensors: forward() may change what it finds
         y = twin.forward(torch.empty(rows, cols, dtype=module.weight.dtype, device="meta"))
     except Exception:  # it may have no code for tensors without values
         return True

@@ -174,6 +174,9 @@ def check_windows(recipe: Recipe, tokenizer) -> None:
     lengths: dict[tuple[str, str], int] = {}  # name and purpose of a text -> its longest window
     for config in recipe.cells:
         read = [(source.name, "calibration", config.seqlen) for source in config.sources if config.reads_text]
+        read += [
+            (name, "calibration", config.seqlen) for name in config.guards if config.responds or not config.no_check
+        ]
         read += [(name, "eval", config.eval_seqlen or config.seqlen) for name in config.eval]
         for name, purpose, seqlen in read:
             lengths[name, purpose] = max(seqlen, lengths.get((name, purpose), 0))

@@ -292,6 +292,10 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
             if os.path.isdir(source) and "Unknown split" in reason:
                 reason = f"it has no files whose names begin with {' or '.join(splits)}"
             raise UserError(f"{source}: {what}: {reason}; {_WAY_OUT}{_like(source)}") from error
+    if not os.path.isdir(path or source) and any(_is_of_folder(file["filename"]) for file in dataset.cache_files):
+        raise UserError(
+            f"{source}: no such folder, and `datasets` keeps a copy of another one of this name; {_WAY_OUT}"
+        )
     names = dataset.column_names
     column = next((name for name in FIELDS if name in names), None)
     if column is None:
@@ -300,6 +304,11 @@ def _read_dataset(source: str, splits: list[str], *, path: str | None = None, **
         raise UserError(f'{source}: the column "text" must hold strings, got {show(dataset.features["text"])}')
     warn_of_missing(source, dataset.data.column(column).null_count, len(dataset))
     return _DatasetRows(source, dataset, column)
+
+
+def _is_of_folder(file: str) -> bool:
+    """Whether a file in the cache of `datasets` was made from a local folder, whose hash is shorter than a commit."""
+    return re.fullmatch("[0-9a-f]{16}", Path(file).parent.name) is not None
 
 
 def _check_folder(source: str) -> None:
