@@ -324,3 +324,30 @@ def test_layers_whose_weight_is_read_stay_dense_and_one_called_by_keyword_is_pac
         assert not isinstance(model.get_submodule(f"model.layers.0.mlp.{name}"), PackedLinear)
     assert isinstance(model.model.layers[0].mlp.named, PackedLinear)
     assert torch.allclose(model(IDS).logits, expected, atol=1e-5)
+
+
+class ReadsAnEntry(torch.nn.Module):
+    """Reads the weight of a layer in a way that its source does not show."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(size, size)])
+
+    def forward(self, x):
+        return sum(torch.nn.functional.linear(x, getattr(layer, "weight")) for layer in self.layers)  # noqa: B009
+
+
+@pytest.mark.fault("own layers")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_that_does_not_run_packed_is_refused_and_dense_again(training):
+    model = tiny.llama()
+    for block in model.model.layers:
+        block.mlp = ReadsAnEntry(32)
+    sparse(model).train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError, match=r"^the model does not run with packed layers \(.*\), because some code reads"):
+        pack_(model)
+    assert not is_packed(model) and model.training is training
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.isfinite(model(IDS).logits).all()

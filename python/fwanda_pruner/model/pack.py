@@ -26,7 +26,7 @@ from .lazy import LazyTensor
 from .packed import PackedExperts, PackedLinear, packed_weights, put_experts, take_experts, unpack_layers_
 from .packed_quantizer import expect_one_dtype, mark_packed, unmark_packed
 from .plain import check_whole
-from .targets import Target, find_targets
+from .targets import Target, find_targets, run_two_tokens
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # torch has no other way
 _CHECKED_TOKENS = 16  # for which the output of a layer with its own forward() is compared
@@ -47,10 +47,34 @@ def pack_(model: nn.Module, *, force: bool = False) -> nn.Module:
     Raises:
         UserError: no matrix is sparse enough, and not `force`; or the model is packed already, or not plain: it holds
             adapters, compiled parts, or one weight at two places; or a layer has hooks or buffers, or computes
-            something else than a linear layer.
+            something else than a linear layer; or the model does not run any more. It is then dense again.
     """
     expect_flags(force=force)
-    return _pack(model, force, pack_weight)
+    with in_use(model):
+        check_whole(model)
+        runs = _fault_of_run(model) is None  # some models need more than text
+        _pack(model, force, pack_weight)
+        if runs and (fault := _fault_of_run(model)):
+            unpack_(model)
+            raise UserError(
+                f"the model does not run with packed layers ({fault}), because some code reads their weights; save it "
+                f"dense"
+            )
+    return model
+
+
+def _fault_of_run(model: nn.Module) -> str | None:
+    """What the model raises on two tokens, in one line; None if it runs."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        run_two_tokens(model)
+    except Exception as error:  # a model raises anything
+        return one_line(error, 200)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return None
 
 
 def pack_lazily_(model: nn.Module, *, force: bool = False) -> nn.Module:

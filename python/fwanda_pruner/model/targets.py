@@ -365,7 +365,7 @@ def check_dtypes(model: nn.Module) -> None:
     if len(first) < 2:
         return
     try:
-        _run_two_tokens(model)
+        run_two_tokens(model)
     except (RuntimeError, TypeError, ValueError) as error:
         if is_lost_connection(error):
             raise
@@ -384,7 +384,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 @torch.no_grad()
-def _run_two_tokens(model: nn.Module) -> None:
+def run_two_tokens(model: nn.Module) -> None:
+    """Runs a model on a window of two tokens; it raises what the model raises."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     model(input_ids=ids, **uncached(model))
 
@@ -398,7 +399,7 @@ def _check_runs_on_text(model: nn.Module, needed: set[int]) -> None:
         for index, block in enumerate(blocks)
     ]
     try:
-        _run_two_tokens(model)
+        run_two_tokens(model)
     except Exception as error:  # models that miss their images raise anything
         line = one_line(error, 200)
         raise UserError(
