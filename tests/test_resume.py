@@ -124,8 +124,10 @@ def test_an_output_inside_a_folder_of_texts_is_refused(argv, tmp_path, capsys):
     shutil.copy(argv[argv.index("--calibration") + 1], tmp_path / "texts" / "train.txt")
     argv[argv.index("--calibration") + 1] = str(tmp_path / "texts")
     argv[argv.index("--output") + 1] = str(tmp_path / "texts" / "out")
-    assert cli.main(argv) == 2
-    assert "a text of this run; choose a folder outside it" in capsys.readouterr().err
+    flags = ["--calibration", str(tmp_path / "texts"), "--output", str(tmp_path / "texts" / "st.safetensors")]
+    for command in (argv, ["calibrate", argv[1], *flags]):
+        assert cli.main(command) == 2
+        assert "a text of this run; choose a folder outside it" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "texts").iterdir()] == ["train.txt"]
 
 

@@ -327,6 +327,7 @@ def calibrate(args: argparse.Namespace) -> Result:
     from .run.titles import calibration_titles
 
     output = _on_first(lambda: check_file(args.output, ".safetensors"))
+    _check_outside(args.output, config)
     if output.exists():
         Statistics.load(output)  # refuses to replace another kind of file
     _check_texts(args.model, calibration=config.calibration)

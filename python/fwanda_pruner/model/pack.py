@@ -202,6 +202,7 @@ def _ends(path: str) -> list[int]:
     return [match.start() for match in re.finditer(r"\.", path)] + [len(path)] if path else []
 
 
+@cache
 def _reads_weight(source: str, name: str) -> bool:
     """Whether code reads the weight of an attribute or entry, or of a variable that it sets to the attribute."""
     if name.isdecimal():
