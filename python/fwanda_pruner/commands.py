@@ -116,16 +116,19 @@ def _check_texts(
         raise
 
 
+def _texts_of(config: PruneConfig) -> list[str]:
+    return [*(source.name for source in config.sources), *config.guards, *config.eval]
+
+
 def _inputs(args: argparse.Namespace, config: PruneConfig) -> list[str]:
     """Names or paths of what a command that prunes reads, beside its settings."""
-    texts = [*(source.name for source in config.sources), *config.guards, *config.eval]
-    return [args.model, *filter(None, [args.statistics]), *texts]
+    return [args.model, *filter(None, [args.statistics]), *_texts_of(config)]
 
 
 def _check_outside(output: str, config: PruneConfig) -> None:
     """Refuses an output inside a folder that is a text: what is written there would change the text."""
     place = Path(output).resolve()
-    for name in (*(source.name for source in config.sources), *config.guards, *config.eval):
+    for name in _texts_of(config):
         if Path(name).is_dir() and Path(name).resolve() in place.parents:
             raise UserError(f"output {output} lies in {name}, a text of this run; choose a folder outside it")
 

@@ -177,31 +177,31 @@ def measure(
     total = len(batches) + len(graphs) + len(prompts)
     with progress_bar(label=label, unit="measurements", total=total) as bar:
         for batch in batches:
-            with _timing(model, f"--batches {batch}"):
+            with _fitting(f"--batches {batch}", device):
                 step = decode_steps(model, prompt(batch, PROMPT))
                 add("decode eager", batch, tokens, batch, _timed(step, tokens, device))
         for batch in graphs:
-            with _timing(model, f"--batches {batch}"):
+            with _fitting(f"--batches {batch}", device):
                 uniforms = torch.rand(batch, tokens, generator=generator).double()
                 step = partial(Decoder(model, batch, tokens).draw, uniforms, 0, lambda _: None)
                 ms, joules = _timed(step, 1, device, seconds=_RESOLVED)
                 joules = joules if isinstance(joules, str) else joules / tokens
                 add("decode graphs", batch, tokens, batch, (ms / tokens, joules))
         for length in prompts:
-            with _timing(model, f"--prompts {length}"):
+            with _fitting(f"--prompts {length}", device):
                 step = partial(model, input_ids=prompt(1, length), use_cache=False, logits_to_keep=1)
                 add("prefill", 1, length, length, _timed(step, 3, device, seconds=_RESOLVED))
     return rows
 
 
 @contextmanager
-def _timing(model: nn.Module, setting: str) -> Iterator[None]:
+def _fitting(setting: str, device: torch.device) -> Iterator[None]:
     """Turns what a device says when its memory ends into a UserError that names the setting."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise UserError(f"bench: {setting} does not fit the memory of {model.device}; give less") from error
+            raise UserError(f"bench: {setting} does not fit the memory of {device}; give less") from error
         raise
 
 
